@@ -1,0 +1,112 @@
+"""Sweeps of stepsizes on one GPU, many trials at once: the records behind the docs' tables.
+
+    python scripts/sweep_gpu.py cifar-cnn --data DIR --out FILE.jsonl [--budget SECONDS] [--seeds 0 1 2]
+
+Needs torch, numpy and a CUDA device. Trials whose record is in the file already are not run again; `--budget` starts
+no new chunk after so many seconds.
+"""
+
+import argparse
+import itertools
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from evenstep.lab import records
+from evenstep.lab.data import cifar10
+from evenstep.lab.graphed import run_together
+from evenstep.lab.trial import Trial
+
+PAPER = {"damping": 1e-3, "fresh_max": None, "trust": None}
+DEEP = {"model": "deep_net", "batch_size": 128, "augment": True, "epochs": 5}
+HE = {**DEEP, "model_options": {"he": True}, "decay_lr": True}
+BN = {"momentum": 0.9}
+
+
+def grid(method: str, rates: list[float], **settings) -> list[Trial]:
+    return [Trial(method, lr, **settings) for lr in rates]
+
+
+def decades(low: float, high: float, count: int) -> list[float]:
+    return [float(f"{low * (high / low) ** (k / (count - 1)):.3g}") for k in range(count)]
+
+
+EXPERIMENTS = {
+    "smoke": [
+        Trial(m, lr, epochs=1)
+        for m, lr in [("sg", 0.1), ("whitening", 0.3), ("canonical", 3e-4), ("evenstep", 0.05), ("adam", 1e-3),
+                      ("whitened-adam", 1e-3), ("whitened-muon", 0.02), ("muon", 0.02), ("batch-norm", 0.1),
+                      ("rmsprop", 1e-3), ("fan-in", 1.0)]
+    ],
+    # findings' §1: the paper's CNN, batch 64, constant stepsize, 20 epochs
+    "cifar-cnn": [
+        *grid("sg", [0.01, 0.02, 0.05, 0.1, 0.2], epochs=20),
+        *grid("fan-in", [0.3, 0.6, 1.25, 2.5, 5, 10], epochs=20),
+        *grid("batch-norm", [0.02, 0.05, 0.1, 0.2, 0.5, 1], epochs=20),
+        *grid("adam", [3e-4, 6e-4, 1.2e-3, 2.5e-3, 5e-3], epochs=20),
+        *grid("rmsprop", [1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3], epochs=20),
+        *grid("whitening", [0.05, 0.1, 0.2, 0.4, 0.8, 1.6], epochs=20, options=PAPER),
+        *grid("canonical", [3e-5, 1e-4, 3e-4, 1e-3, 3e-3], epochs=20, options=PAPER),
+        *grid("whitening", [0.05, 0.1, 0.2, 0.4, 0.8, 1.6], epochs=20),
+        *grid("evenstep", [0.0125, 0.025, 0.05, 0.1, 0.2], epochs=20),
+        *grid("whitened-adam", [3e-4, 1e-3, 3e-3], epochs=20),
+    ],
+    # findings' §3: the deep net without batch norm, He's initialization, linear decay
+    "deep": [
+        *grid("evenstep", decades(2e-3, 2, 10), **HE),
+        *grid("whitened-adam", decades(2e-4, 2e-2, 7), **HE),
+        *grid("muon", [0.005, 0.01, 0.02, 0.04, 0.08], **HE),
+        *grid("whitened-muon", [0.005, 0.01, 0.02, 0.04, 0.08], **HE),
+        *grid("batch-norm", [0.02, 0.05, 0.1, 0.2], **HE, options=BN),
+        *grid("adam", [3e-4, 6e-4, 1.2e-3], **HE),
+        *grid("whitening", [0.2, 0.4, 0.8, 1.6, 3.2], **HE),
+    ],
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--data", required=True, help="a folder with cifar-10-batches-py")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=1e9)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--chunk", type=int, default=32)
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    start = time.perf_counter()
+    arrays = cifar10(args.data, "CIFAR-10 (JPEG)")
+    have = [r["config"] for r in records.read(args.out)] if args.out.exists() else []
+    wanted = [Trial(**{**asdict(t), "seed": s}) for s in args.seeds for t in EXPERIMENTS[args.experiment]]
+    todo = [t for t in wanted if {**asdict(t), "data": arrays.name} not in have]
+    for key, same in itertools.groupby(todo, key=lambda t: (t.seed, t.epochs, t.batch_size, t.augment, t.model)):
+        members = list(same)
+        for k in range(0, len(members), args.chunk):
+            if time.perf_counter() - start > args.budget:
+                print("out of budget; run again to go on", flush=True)
+                return
+            began = time.perf_counter()
+            for record in run_together(members[k : k + args.chunk], arrays):
+                records.append(args.out, record)
+                show(record)
+            print(
+                f"-- {key}: {len(members[k : k + args.chunk])} trials in {time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
+
+
+def show(record: records.Record) -> None:
+    config, last = record["config"], record["metrics"][-1]
+    loss = "NaN" if last["train_loss"] is None else f"{last['train_loss']:.4f}"
+    extra = " ".join(f"{k}={v}" for k, v in {**config["options"], **config["model_options"]}.items())
+    print(
+        f"{config['method']:14} lr {config['lr']:<9g} seed {config['seed']} loss {loss} acc {last['test_accuracy']:.4f} "
+        f"dead {last['dead_share']:.3f} {extra}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Train networks in whitened coordinates: every unit takes an even step.
+
+After "Diagonal Rescaling For Neural Networks" (Lafond, Vasilache, Bottou). An optimizer here is coordinates x rule x
+guard; all are `torch.optim.Optimizer`s that take the model as their first argument.
+"""
+
+from .coverage import Coverage
+from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
+from .whitened import Whitened
+
+__version__ = "0.1.0"
+__all__ = ["BlockNaturalSGD", "CanonicalSGD", "Coverage", "EvenStep", "FanInSGD", "Whitened", "WhitenedSGD"]

@@ -1,0 +1,111 @@
+"""Parameters that move together: a layer's weight with its biases, or one plain parameter.
+
+The optimizers see nothing else. A block shows its tensors in the core's shapes, [group, unit, input, kernel] and
+[bias, group, unit], and takes a step back to the parameters.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .coverage import Entry
+
+Group = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Block:
+    """One weight and the biases it carries.
+
+    `treatment` is the coordinates it moves in: "whitened", "canonical", "fan-in" or "plain". `entry` is its layer,
+    None for a plain parameter; a bias alone has the layer's entry and `alone` set. `aside` marks what does not move in
+    coordinates of the optimizer's own scale, so that it takes `plain_lr`.
+    """
+
+    weight: Tensor
+    group: Group
+    treatment: str = "plain"
+    entry: Entry | None = None
+    alone: bool = False
+    aside: bool = False
+    biases: list[Tensor] = field(default_factory=list)
+    bias_groups: list[Group] = field(default_factory=list)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """A tensor shaped like the weight, as [group, unit, input, kernel]; plain: a unit is a row, or all if 1-D."""
+        if self.entry is not None and not self.alone:
+            return self.entry.kind.matrix(self.entry.module, tensor)
+        if self.alone:
+            return tensor.reshape(1, -1, 1, 1)
+        return tensor.reshape(1, tensor.shape[0] if tensor.dim() > 1 else 1, -1, 1)
+
+    def unmatrix(self, matrix: Tensor) -> Tensor:
+        """Back to the weight's shape."""
+        if self.entry is not None and not self.alone:
+            return self.entry.kind.unmatrix(self.entry.module, matrix, self.weight)
+        return matrix.reshape(self.weight.shape)
+
+    def stack(self, tensors: list[Tensor]) -> Tensor | None:
+        """Tensors shaped like the biases, as [bias, group, unit]; None if the block has no bias."""
+        if not tensors or self.entry is None:
+            return None
+        groups = self.entry.kind.groups(self.entry.module)
+        rows = [tensor.reshape(groups, -1) for tensor in tensors]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+    def unstack(self, biases: Tensor | None) -> list[Tensor]:
+        """Back to the shapes of the biases."""
+        return [] if biases is None else [row.flatten() for row in biases]
+
+    @property
+    def fan_in(self) -> int:
+        """n of §3.5, with the kernel's area."""
+        if self.entry is None:
+            return 1
+        *_, inputs, kernel = self.entry.kind.matrix(self.entry.module, self.entry.weight).shape
+        return inputs * kernel
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The weight, then the biases."""
+        return [self.weight, *self.biases]
+
+
+def gather(
+    groups: Iterable[Group], entries: Iterable[Entry], treatment: str, trains: Callable[[Tensor], bool]
+) -> list[Block]:
+    """All blocks of the parameters in `groups` for which `trains` holds, layers first.
+
+    `treatment` is what the optimizer gives to layers. A layer all of whose places have a bias of their own that
+    trains carries them; otherwise it takes the bias-less form and leftover biases move alone.
+    """
+    held = {id(p): group for group in groups for p in group["params"] if trains(p)}
+    entries = list(entries)
+    uses = [id(b) for entry in entries for b in entry.biases if b is not None]
+    found: list[Block] = []
+    for entry in entries:
+        biases = [b for b in entry.biases if b is not None and id(b) in held and uses.count(id(b)) == 1]
+        carried = biases if len(biases) == len(entry.biases) else []
+        if id(entry.weight) in held:
+            block = Block(entry.weight, held[id(entry.weight)], seen_as(entry, treatment), entry, biases=carried)
+            block.bias_groups = [held[id(b)] for b in carried]
+            block.aside = treatment == "canonical" != block.treatment
+            found.append(block)
+        else:
+            carried = []
+        rest = "plain" if treatment == "plain" else "fan-in"
+        loose = [b for b in biases if not any(b is c for c in carried)]
+        found += [Block(b, held[id(b)], rest, entry, alone=True, aside=treatment == "canonical") for b in loose]
+    taken = {id(p) for block in found for p in block.parameters}
+    plain = [p for group in groups for p in group["params"] if id(p) in held and id(p) not in taken]
+    return found + [Block(p, held[id(p)], aside=True) for p in plain]
+
+
+def seen_as(entry: Entry, treatment: str) -> str:
+    """The treatment an entry can have: fan-in coordinates where its statistics are never shown."""
+    if not entry.slot.seen and treatment != "plain":
+        return "fan-in"
+    return "fan-in" if treatment == "canonical" and not entry.slot.shown else treatment

@@ -1,0 +1,99 @@
+"""What may be asked of an optimizer: every message names the owner, what is allowed and what came."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def nonnegative(owner: str, **values: Any) -> None:
+    """Each value a finite number of at least 0, or None where that means a default.
+
+    >>> nonnegative("WhitenedSGD", damping=-1.0)
+    Traceback (most recent call last):
+    ValueError: WhitenedSGD: damping must be a finite number >= 0; got -1.0.
+    """
+    for name, value in values.items():
+        if value is not None and not (is_number(value) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{owner}: {name} must be a finite number >= 0; got {value!r}.")
+
+
+def positive_or_none(owner: str, **values: Any) -> None:
+    """Each value a finite number above 0, or None to turn a guard off."""
+    for name, value in values.items():
+        if value is not None and not (is_number(value) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{owner}: {name} must be a finite number > 0, or None to turn it off; got {value!r}.")
+
+
+def fraction(owner: str, **values: Any) -> None:
+    """Each value in [0, 1).
+
+    >>> fraction("WhitenedSGD", decay=1.5)
+    Traceback (most recent call last):
+    ValueError: WhitenedSGD: decay must be in [0, 1); got 1.5.
+    """
+    for name, value in values.items():
+        if not (is_number(value) and 0 <= value < 1):
+            raise ValueError(f"{owner}: {name} must be in [0, 1); got {value!r}.")
+
+
+def one_of(owner: str, name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """A value out of a short list."""
+    allowed = list(allowed)
+    if value not in allowed:
+        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """A real number, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def learning_rate(owner: str, lr: Any) -> None:
+    """A finite number or one-element tensor of at least 0; torch's own words for a negative one."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        return
+    if not is_number(lr) or not math.isfinite(lr):
+        raise ValueError(f"{owner}: lr must be a finite number or a one-element tensor; got {lr!r}.")
+    if lr < 0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+
+
+def hyperparameters(owner: str, group: Mapping[str, Any]) -> None:
+    """Every hyperparameter that a group has; called for defaults and for groups that override them."""
+    learning_rate(owner, group["lr"])
+    nonnegative(owner, **{k: group[k] for k in ("damping", "eps", "plain_lr", "weight_decay") if k in group})
+    fraction(owner, **{k: group[k] for k in ("decay", "momentum") if k in group})
+    positive_or_none(owner, **{k: group[k] for k in ("fresh_max", "trust", "sharing") if k in group})
+    if isinstance(group.get("exclude"), str):
+        raise ValueError(f"{owner}: exclude must be a list of name patterns; got the string {group['exclude']!r}.")
+
+
+def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
+    """What torch's constructor takes, and the model to watch, from a module or from parameters and `model=`."""
+    if not isinstance(params, nn.Module):
+        return params, model
+    if model is not None and model is not params:
+        raise ValueError(
+            f"{owner}: give the model once, as the first argument or as model=; got two different modules."
+        )
+    named = list(params.named_parameters())
+    if not named:
+        raise ValueError(f"{owner}: the module {type(params).__name__} has no parameters to train.")
+    for name, p in named:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{owner}: parameter '{name}' is not initialized yet; run one forward pass first.")
+    return named, params
+
+
+def supported(owner: str, params: Iterable[Tensor]) -> None:
+    """Real, dense parameters alone."""
+    for p in params:
+        if p.is_complex():
+            raise ValueError(f"{owner}: complex parameters are not supported; train torch.view_as_real(p) instead.")
+        if p.layout != torch.strided:
+            raise ValueError(f"{owner}: parameters must be dense; got layout {p.layout}.")

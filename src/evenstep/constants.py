@@ -1,0 +1,94 @@
+"""Reparametrization constants μ, α², β² from moments (eqs. 5 and 12, §3.5).
+
+Inputs are indexed [group, input], units [group, unit]; a dense layer has one group. Everything is a tensor in, a
+tensor out, so the same functions serve one layer or, under `torch.func.vmap`, many.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Constants(NamedTuple):
+    """μ_i and α_i² per input, β_j² per unit (or one for the layer) of the reparametrization, eq. 2."""
+
+    mu: Tensor
+    alpha2: Tensor
+    beta2: Tensor
+
+
+def damped(vx: Tensor, damping: float) -> Tensor:
+    """The variance kept in the paper's "suitable range": vx_i + damping · mean_i vx_i.
+
+    Departs from the paper, which names no range: relative to the layer, so that it does not depend on the scale of
+    the activations.
+
+    >>> damped(torch.tensor([[1.0, 3.0]]), 0.5)
+    tensor([[2., 4.]])
+    """
+    return vx + damping * vx.mean((-2, -1), keepdim=True) if vx.numel() else vx
+
+
+def inverse(x: Tensor) -> Tensor:
+    """1/x where x > tiny, else 0: an input that never varies, or a unit without gradient, takes no step.
+
+    >>> inverse(torch.tensor([2.0, 0.0]))
+    tensor([0.5000, 0.0000])
+    """
+    tiny = torch.finfo(x.dtype).tiny
+    safe = x.clamp(min=tiny)
+    return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
+
+
+def geometry_beta2(fan_in: int, sharing: Tensor) -> Tensor:
+    """β² = 1/√(n·S), n the fan-in with the kernel's area, S how often a weight is shared per example (§3.5, eq. 12).
+
+    >>> geometry_beta2(25, torch.tensor(4.0))
+    tensor(0.1000)
+    """
+    return (fan_in * sharing).rsqrt()
+
+
+def whitening(mx: Tensor, spread: Tensor, beta2: Tensor) -> Constants:
+    """Constants that whiten a layer's inputs, eq. 12: μ_i = mx_i, α_i² = 1/spread_i, β² = 1/√(n·S).
+
+    `spread` is the damped variance, `damped(vx, damping)`; the fresh-max guard raises it.
+
+    >>> whitening(torch.tensor([[1.0]]), torch.tensor([[4.0]]), torch.tensor(0.5))
+    Constants(mu=tensor([[1.]]), alpha2=tensor([[0.2500]]), beta2=tensor(0.5000))
+    """
+    return Constants(mx, inverse(spread), beta2)
+
+
+def canonical(mx: Tensor, spread: Tensor, mg2: Tensor, damping: float) -> Constants:
+    """Canonical constants, eq. 5 and App. B: as whitening, with β_j² = 1/(S·E[g_j²]), damped like the variance.
+
+    `mg2` is S·E[g_j²], what `canonical_mg2` gives.
+
+    >>> canonical(torch.tensor([[1.0]]), torch.tensor([[4.0]]), torch.tensor([[0.5]]), 0.0).beta2
+    tensor([[2.]])
+    """
+    return Constants(mx, inverse(spread), inverse(damped(mg2, damping)))
+
+
+def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
+    """S·E[g_j²] from Σ ĝ_j² over batch and positions, ĝ what autograd gives at the layer's output.
+
+    With a mean loss ĝ = g/B, so it is B·Σĝ²; with a summed loss ĝ = g and it is Σĝ²/B. B counts examples, not rows.
+
+    >>> canonical_mg2(torch.tensor([3.0]), torch.tensor(4.0), "mean")
+    tensor([12.])
+    """
+    examples = examples.clamp(min=1)
+    return sum_g2 * examples if reduction == "mean" else sum_g2 / examples
+
+
+def fan_in(like: Tensor, beta2: Tensor) -> Constants:
+    """Fan-in coordinates (§3.5): μ = 0, α = 1, β² = 1/√(n·S); `like` is any tensor shaped [group, input]."""
+    return Constants(torch.zeros_like(like), torch.ones_like(like), beta2)
+
+
+def choose(condition: Tensor, yes: Constants, no: Constants) -> Constants:
+    """`yes` where the 0-d `condition` holds, else `no`, without asking the device."""
+    return Constants(*(torch.where(condition, a, b) for a, b in zip(yes, no, strict=True)))

@@ -1,0 +1,110 @@
+"""A block's moments between steps: kept in the optimizer's state, read into a frame, joined by the batch after it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import update
+from .blocks import Block
+from .constants import canonical_mg2, damped, geometry_beta2, inverse
+from .hooks import Stage
+from .moments import Running, Sums, accumulation_dtype, fold_mean, usable
+
+State = dict[str, Any]
+
+
+def init(state: State, block: Block, stage: Stage | None) -> None:
+    """Add to `state` the moments that this block's coordinates need and that it does not have yet."""
+    if stage is None or block.treatment == "plain":
+        return
+    zero = stage.centre.new_zeros
+    state.setdefault("sharing", torch.ones_like(stage.rows))
+    if block.treatment != "fan-in":
+        state.setdefault("mx", zero(stage.inputs))
+        state.setdefault("vx", zero(stage.inputs))
+        state.setdefault("mass", torch.zeros_like(stage.rows))
+    if block.treatment == "canonical":
+        state.setdefault("mg2", zero(stage.units))
+
+
+def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> update.Frame:
+    """The coordinates of this step: from the moments of earlier steps, and this batch's for the guards.
+
+    A rule that normalizes (`linear` False) would keep one stray β of the two, so it gets β = 1.
+    """
+    groups, _, inputs, _ = block.matrix(block.weight).shape
+    weight, group = block.weight, block.group
+    if stage is None or block.treatment == "plain":
+        like = torch.empty(groups, inputs, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return update.still_frame(like, like.new_ones(()))
+    beta2 = geometry_beta2(block.fan_in, sharing(state, stage, group)) if linear else torch.ones_like(stage.rows)
+    if block.treatment == "fan-in":
+        return update.still_frame(stage.centre.new_empty(groups, inputs), beta2)
+    if block.treatment == "canonical":
+        beta2 = canonical_beta2(state, stage, group).view(groups, -1)
+    running, sums, centre = grouped(state, stage, groups)
+    return update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
+
+
+def commit(state: State, block: Block, stage: Stage | None, ok: Tensor | None) -> None:
+    """Let the batch join the running moments, now that the step is made; `ok` masks a step that was not."""
+    if stage is None or block.treatment == "plain":
+        return
+    put(state["sharing"], sharing(state, stage, block.group), ok)
+    if block.treatment == "fan-in":
+        return
+    if block.treatment == "canonical":
+        put(state["mg2"], mg2_after(state, stage, block.group), ok)
+    running = Running(state["mx"], state["vx"], state["mass"])
+    after = update.moments_after(running, stage.sums(), stage.centre, decay=block.group["decay"])
+    for old, new in zip(running, after, strict=True):
+        put(old, new, ok)
+    recentre(state, stage)
+
+
+def recentre(state: State, stage: Stage) -> None:
+    """Sum the next batch about the running mean, or about its first row while there is none."""
+    if "mx" in state:
+        stage.centre.copy_(torch.where(state["mass"] > 0, state["mx"], torch.nan))
+
+
+def grouped(state: State, stage: Stage, groups: int) -> tuple[Running, Sums, Tensor]:
+    """Running moments, sums and centre with inputs as [group, input]."""
+
+    def split(t: Tensor) -> Tensor:
+        return t.view(groups, -1)
+
+    sums = stage.sums()
+    running = Running(split(state["mx"]), split(state["vx"]), state["mass"])
+    return running, Sums(sums.rows, split(sums.first), split(sums.second)), split(stage.centre)
+
+
+def sharing(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
+    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
+    if group.get("sharing") is not None:
+        return torch.full_like(stage.rows, group["sharing"])
+    return torch.where(stage.applied > 0, stage.applied / stage.examples.clamp(min=1), state["sharing"])
+
+
+def canonical_beta2(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
+    """β_j² = 1/(S·E[g_j²]) of earlier batches, of this one if it is the first."""
+    mg2 = torch.where(state["mass"] > 0, state["mg2"], batch_mg2(stage, group))
+    return inverse(damped(mg2.unsqueeze(0), group["damping"])).squeeze(0)
+
+
+def mg2_after(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
+    """The running S·E[g_j²] once this batch has joined it, if it is usable."""
+    fresh = batch_mg2(stage, group)
+    joined = fold_mean(state["mg2"], fresh, state["mass"], group["decay"])
+    return torch.where(usable(stage.sums()) & fresh.isfinite().all(), joined, state["mg2"])
+
+
+def batch_mg2(stage: Stage, group: dict[str, Any]) -> Tensor:
+    """S·E[g_j²] of the batch alone."""
+    return canonical_mg2(stage.g2, stage.examples, group["reduction"])
+
+
+def put(old: Tensor, new: Tensor, ok: Tensor | None) -> None:
+    """Write `new` over `old` in place, unless the mask `ok` says the step does not count."""
+    old.copy_(new if ok is None else torch.where(ok, new, old))

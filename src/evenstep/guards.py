@@ -1,0 +1,52 @@
+"""Guards: bounds on a step that stale moments would make too long (§4.4).
+
+Untriggered, a guard returns what it was given, bit for bit. Both are pure, ask nothing of the host, and say how
+often they fired.
+"""
+
+import torch
+from torch import Tensor
+
+from .coordinates import mean_response, per_input, per_unit
+
+
+def fresh_max(vx: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Raise a stale variance: m_i = max(vx_i, q_i/τ), and how many inputs that changed.
+
+    `q` is this batch's second moment about the *running* mean. With α_i² = 1/m_i no whitened input exceeds a mean
+    square of τ on this batch.
+
+    >>> fresh_max(torch.tensor([1.0, 1.0]), torch.tensor([3.0, 8.0]), tau=4.0)
+    (tensor([1., 2.]), tensor(1))
+    """
+    raised = q / tau
+    return torch.maximum(vx, raised), (raised > vx).sum()
+
+
+def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tensor) -> Tensor:
+    """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
+
+    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together.
+    """
+    level = mean_response(weight, mu)
+    if bias is not None:
+        level = level + bias
+    return level * level + (weight * weight * per_input(spread)).sum((-2, -1))
+
+
+def trust_factor(unit2: Tensor, step2: Tensor, radius: float, floor: float) -> tuple[Tensor, Tensor]:
+    """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and how many units were held back.
+
+    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
+    (tensor([0.2000, 1.0000]), tensor(1))
+    """
+    bound2 = radius * radius * unit2.clamp(min=floor * floor)
+    over = step2 > bound2
+    tiny = torch.finfo(step2.dtype).tiny
+    factor = torch.where(over, (bound2 / step2.clamp(min=tiny)).sqrt(), torch.ones_like(step2))
+    return factor, over.sum()
+
+
+def shorten(weight_step: Tensor, bias_step: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Multiply a unit's whole step, weights and bias, by its trust factor."""
+    return weight_step * per_unit(factor), None if bias_step is None else bias_step * factor

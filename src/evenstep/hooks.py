@@ -1,0 +1,235 @@
+"""The only file that registers hooks: what passes through a layer is added up into tensors that `step()` reads.
+
+A hook adds; it never averages, allocates state or asks the device, so forwards may be repeated, split, recomputed or
+compiled. It holds its own tensors (module buffers would be broadcast by DDP) and is inert when copied.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .coverage import Entry
+from .layers import LayerKind, Look
+from .moments import Sums, accumulation_dtype, add_zeros, sum_about
+
+
+class Stage:
+    """What one entry's hooks have added up since the last step.
+
+    `centre` is what sums are taken about: the running mean, or the first row seen (NaN: none yet). The tally counts
+    rows, rows of zeros, uses of the weight, examples; then three marks: seen in this forward, seen in this backward
+    (a recomputed forward), and whether the model's own forward announces itself.
+    """
+
+    TALLY = 7
+
+    def __init__(self, inputs: int, units: int, like: Tensor, stuffed: bool) -> None:
+        """Room for `inputs` inputs and the squared gradients of `units` units."""
+        dtype = accumulation_dtype(like.dtype)
+        self.inputs, self.units, self.stuffed = inputs, units, stuffed
+        self.flat = torch.zeros(2 * inputs + units + self.TALLY, dtype=dtype, device=like.device)
+        self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
+        self.fired = torch.zeros(4, dtype=torch.float32, device=like.device)
+        self._name()
+
+    def _name(self) -> None:
+        sizes = [self.inputs, self.inputs, self.units, *[1] * self.TALLY]
+        self.first, self.second, self.g2, *tally = torch.split(self.flat, sizes)
+        self.rows, self.zeros, self.applied, self.examples, self.seen, self.reseen, self.rooted = (
+            t.squeeze() for t in tally
+        )
+
+    def to(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        if self.flat.device != device:
+            self.flat, self.centre, self.fired = (t.to(device) for t in (self.flat, self.centre, self.fired))
+            self._name()
+
+    def sums(self) -> Sums:
+        """The batch so far, with the zeros that the layer inserts."""
+        sums = Sums(self.rows, self.first, self.second)
+        return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
+
+    def see(self, look: Look) -> None:
+        """Add one call. A forward recomputed in the backward counts only if its first run did not."""
+        if look.x is not None:
+            self.to(look.x.device)
+        again = in_backward()
+        keep = 1 - self.seen if again else 1
+        new = keep * (1 - self.reseen) if again else 1 - self.seen * self.rooted
+        self.examples.add_(new * look.examples)
+        self.applied.add_(keep * look.applied)
+        (self.reseen if again else self.seen).fill_(1)
+        if look.x is None:
+            return
+        x = look.x.detach()
+        row = x
+        for dim in reversed(range(x.dim())):
+            row = row if dim == look.dim else row.select(dim, 0)
+        self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
+        first, second = sum_about(x, self.centre, look.dim)
+        self.first.add_(keep * first)
+        self.second.add_(keep * second)
+        self.rows.add_(keep * (x.numel() // x.shape[look.dim]))
+        if self.stuffed:
+            self.zeros.add_(keep * look.zeros)
+
+    def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
+        """Count, on the device, what the guards did in a step: inputs raised, units held back, steps; largest step."""
+        self.fired[:3].add_(torch.stack([raised, held, torch.ones_like(held)]))
+        self.fired[3].copy_(largest)
+
+    def see_gradient(self, grad: Tensor, dim: int) -> None:
+        """Add Σ ĝ² over all but the units."""
+        self.g2.add_(sum_about(grad.detach(), self.g2.new_zeros(()), dim)[1])
+
+
+class Traffic:
+    """Whether anything, or an empty batch, came by since the last step (not kept in compiled code)."""
+
+    rows = False
+    empty = False
+
+
+class Watch:
+    """The forward hook of one module: shows its calls to the stages of its slots."""
+
+    def __init__(
+        self, kind: LayerKind, stages: list[Stage | None], batch_dim: int, gradients: bool, traffic: Traffic
+    ) -> None:
+        """`stages` has one place per slot, None for a slot that nobody trains."""
+        self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
+        self.gradients, self.traffic = gradients, traffic
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Count training forwards alone: not eval(), no_grad, inference_mode, nor inside `torch.func`."""
+        if not (module.training and torch.is_grad_enabled()) or in_transform():
+            return
+        with torch.no_grad():
+            looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
+            for stage, look in zip(self.stages, looks, strict=True):
+                if stage is None or look is None:
+                    continue
+                if not torch.compiler.is_compiling():
+                    self.traffic.rows |= look.applied > 0
+                    self.traffic.empty |= look.applied == 0
+                if look.applied:
+                    stage.see(look)
+        self._watch_gradient(output)
+
+    def _watch_gradient(self, output: Any) -> None:
+        """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations."""
+        stage = self.stages[0]
+        if self.gradients and stage is not None and stage.units and output.requires_grad:
+            dim = self.kind.units_dim(output)
+            output.register_hook(lambda grad: stage.see_gradient(grad, dim))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
+        """A copied model trains without us."""
+        return Inert()
+
+    def __reduce__(self) -> tuple[type["Inert"], tuple[()]]:
+        """A pickled model trains without us."""
+        return Inert, ()
+
+
+class Announce(Watch):
+    """The model's own pre-hook: a new forward begins, so a layer's next call shows new examples."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        """All stages of the model."""
+        self.every = stages
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
+        """Clear the marks; repeated calls within this forward are sharing, not examples."""
+        if module.training and torch.is_grad_enabled() and not in_transform():
+            with torch.no_grad():
+                for stage in self.every:
+                    stage.flat[-3:-1].zero_()
+                    stage.rooted.fill_(1)
+
+
+class Inert:
+    """What a hook becomes in a copy of the model."""
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+class Collector:
+    """All hooks of one optimizer on one model, and the stages they fill."""
+
+    def __init__(self, model: nn.Module, entries: Iterable[Entry], gradients: bool) -> None:
+        """Stages for `entries`; hooks come with `attach`."""
+        self.model, self.gradients, self.traffic = model, gradients, Traffic()
+        self.entries = list(entries)
+        self.stages = {entry: self._stage(entry) for entry in self.entries}
+        self._handles: list[RemovableHandle] = []
+
+    def _stage(self, entry: Entry) -> Stage:
+        groups, units, inputs, _ = entry.kind.matrix(entry.module, entry.weight).shape
+        return Stage(
+            groups * inputs,
+            groups * units if self.gradients and entry.slot.shown else 0,
+            entry.weight,
+            entry.kind.stuffed,
+        )
+
+    def attach(self, owner: object) -> None:
+        """Register the hooks; they go with `owner` if `detach` is never called."""
+        modules: dict[nn.Module, dict[str, Entry]] = {}
+        for entry in self.entries:
+            for _, module in entry.places:
+                modules.setdefault(module, {})[entry.slot.weight] = entry
+        for module, found in modules.items():
+            kind, batch_dim = (e := next(iter(found.values()))).kind, e.batch_dim
+            stages = [self.stages.get(found.get(slot.weight)) for slot in kind.slots(module)]  # type: ignore[arg-type]
+            watch = Watch(kind, stages, batch_dim, self.gradients, self.traffic)
+            self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
+        announce = Announce(list(self.stages.values()))
+        self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
+        weakref.finalize(owner, remove, self._handles)
+
+    def detach(self) -> None:
+        """Remove the hooks, all of them and no others."""
+        remove(self._handles)
+
+    def examples(self) -> Tensor:
+        """How many examples this step has, as the layer that saw most of them counts."""
+        return torch.stack([stage.examples for stage in self.stages.values()]).amax().clamp(min=1)
+
+    def unscale(self, scale: Tensor) -> None:
+        """Take a GradScaler's factor out of the squared gradients: hooks see scaled ones."""
+        for stage in self.stages.values():
+            stage.g2.div_(scale.to(stage.g2.device) ** 2)
+
+    def clear(self) -> None:
+        """Forget what was staged: it has been used, or is not to be."""
+        for stage in self.stages.values():
+            stage.flat.zero_()
+        self.traffic.rows = self.traffic.empty = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are on."""
+        return bool(self._handles)
+
+
+def remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks by their handles."""
+    while handles:
+        handles.pop().remove()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a forward now is a recomputed one (activation checkpointing)."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is active: what passes then is not a tensor we could keep."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

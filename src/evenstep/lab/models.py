@@ -1,0 +1,66 @@
+"""The networks of the experiments, on 32x32 images with 10 classes. Every ReLU is a module of its own."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+CLASSES = 10
+
+
+def paper_cnn(channels: int = 3, batch_norm: bool = False, width: int = 1) -> nn.Sequential:
+    """The CNN of the paper's figure 2, C6(5x5)-P-C16(5x5)-P-F120-F84-F10, `width` times as wide.
+
+    Batch norm, if wanted, follows every layer but the last and precedes the ReLU.
+    """
+    c1, c2, f1, f2 = 6 * width, 16 * width, 120 * width, 84 * width
+    return nn.Sequential(
+        *_unit(nn.Conv2d(channels, c1, 5), batch_norm),
+        nn.MaxPool2d(2),
+        *_unit(nn.Conv2d(c1, c2, 5), batch_norm),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        *_unit(nn.Linear(c2 * 5 * 5, f1), batch_norm),
+        *_unit(nn.Linear(f1, f2), batch_norm),
+        nn.Linear(f2, CLASSES),
+    )
+
+
+def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False) -> nn.Sequential:
+    """Nine layers: 3x3 convolutions 64-64-P-128-128-P-256-256-P, then F512-F512-F10.
+
+    `he` draws the weights by He's rule and sets the biases to zero; otherwise PyTorch's default stands.
+    """
+    modules: list[nn.Module] = []
+    for outputs in (64, 128, 256):
+        modules += _unit(nn.Conv2d(channels, outputs, 3, padding=1), batch_norm)
+        modules += _unit(nn.Conv2d(outputs, outputs, 3, padding=1), batch_norm)
+        modules.append(nn.MaxPool2d(2))
+        channels = outputs
+    modules.append(nn.Flatten())
+    modules += _unit(nn.Linear(256 * 4 * 4, 512), batch_norm)
+    modules += _unit(nn.Linear(512, 512), batch_norm)
+    model = nn.Sequential(*modules, nn.Linear(512, CLASSES))
+    if he:
+        _he_init(model)
+    return model
+
+
+def _unit(layer: nn.Conv2d | nn.Linear, batch_norm: bool) -> list[nn.Module]:
+    """A layer, batch norm if wanted, and a ReLU."""
+    if not batch_norm:
+        return [layer, nn.ReLU()]
+    if isinstance(layer, nn.Conv2d):
+        return [layer, nn.BatchNorm2d(layer.out_channels), nn.ReLU()]
+    return [layer, nn.BatchNorm1d(layer.out_features), nn.ReLU()]
+
+
+def _he_init(model: nn.Module) -> None:
+    """Weights of variance 2/fan-in and zero biases, for every Linear and Conv2d."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+MODELS: dict[str, Callable[..., nn.Sequential]] = {"paper_cnn": paper_cnn, "deep_net": deep_net}

@@ -1,0 +1,83 @@
+"""One JSON line per run: what was run, on what, and what came out. Figures are made from these and nothing else."""
+
+import json
+import math
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Record = dict[str, Any]
+
+
+def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device | str = "cpu") -> Record:
+    """A record of one finished run; numbers that are not finite become null, as JSON has no other word for them."""
+    return {
+        "config": _plain(config),
+        "seed": seed,
+        "metrics": _plain(metrics),
+        "environment": environment(device),
+        "commit": commit(),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a reader needs to judge a timing: versions, device, threads."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name(torch.device(device)),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Trade name of the GPU or CPU, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if device.type == "cpu" and cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{device.type} ({platform.machine()})"
+
+
+def commit() -> str | None:
+    """Commit of the checkout this file belongs to, "-dirty" if it was changed since; None outside a checkout."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def append(path: Path, record: Record) -> None:
+    """Add `record` to the file, as one line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, in order; a line that is not JSON is a ValueError that names it."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not a JSON record: {error}") from error
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """`value` with tuples as lists and numbers that are not finite as None."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

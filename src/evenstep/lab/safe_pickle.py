@@ -1,0 +1,48 @@
+"""Reading a numpy pickle without trusting it: no name outside a short list is ever looked up."""
+
+import _codecs
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def _dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype:
+    """`numpy.dtype` with the 0 and 1 of old pickles turned into the booleans that new numpy wants."""
+    return np.dtype(code, bool(align), bool(copy))
+
+
+_RECONSTRUCT: Callable = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+_SCALAR: Callable = np.float64(0).__reduce__()[0]  # type: ignore[assignment]
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(module, "_reconstruct"): _RECONSTRUCT for module in _MULTIARRAY},
+    **{(module, "scalar"): _SCALAR for module in _MULTIARRAY},
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _codecs.encode,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that knows the names in `ALLOWED` and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a data file has no use for")
+        return ALLOWED[module, name]
+
+
+def load(path: Path) -> Any:
+    """Object stored in `path`, made of builtin containers and numpy arrays; strings of Python 2 come as bytes.
+
+    Whatever is wrong with the content is a ValueError that names the file.
+    """
+    with path.open("rb") as file:
+        try:
+            return _Unpickler(file, encoding="bytes").load()
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise ValueError(f"{path}: not a readable pickle: {error}") from error

@@ -1,0 +1,96 @@
+"""The training loop of all experiments: what the paper's figures measure, and nothing else."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from evenstep.lab.data import Arrays, batches
+from evenstep.lab.evaluate import evaluate
+
+Epoch = dict[str, Any]
+CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    arrays: Arrays,
+    *,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    on_epoch: Callable[[Epoch], None] | None = None,
+    on_step: Callable[[int, Tensor], None] | None = None,
+    augment: bool = False,
+    schedule: Callable[[float], float] | None = None,
+) -> list[Epoch]:
+    """Train by cross-entropy and return a row per epoch.
+
+    A row has `train_loss`, the mean loss of the epoch's batches as they were met (the paper's figure 2),
+    `test_loss`, `test_accuracy` and `dead_share` at the epoch's end, `seconds` of training, and `diverged`.
+    Training stops after the epoch in which the loss ceases to be finite. `seed` fixes the order of the data;
+    `schedule` gives the factor on every group's lr from the share of training that is done; `on_step` gets
+    the number of the step and its loss (detached).
+    """
+    model.to(device).train()
+    arrays = arrays.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    steps = math.ceil(len(arrays.train_y) / batch_size)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    rows: list[Epoch] = []
+
+    def before_step(step: int) -> None:
+        if schedule is not None:
+            factor = schedule((len(rows) * steps + step) / (epochs * steps))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+
+    def after_step(step: int, loss: Tensor) -> None:
+        if on_step is not None:
+            on_step(len(rows) * steps + step, loss)
+
+    while len(rows) < epochs and not (rows and rows[-1]["diverged"]):
+        data = batches(arrays, batch_size, generator, device, augment)
+        start = time.perf_counter()
+        loss = _train_epoch(model, optimizer, data, before_step, after_step)
+        row = {"epoch": len(rows) + 1, "train_loss": loss, "seconds": time.perf_counter() - start}
+        row |= {"diverged": not math.isfinite(loss), **evaluate(model, arrays)}
+        rows.append(row)
+        if on_epoch is not None:
+            on_epoch(row)
+    return rows
+
+
+def _train_epoch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Iterable[tuple[Tensor, Tensor]],
+    before_step: Callable[[int], None],
+    after_step: Callable[[int, Tensor], None],
+) -> float:
+    """Mean loss over one pass of `data`, or over its beginning if that is not finite: then the pass ends early."""
+    total, count = torch.zeros(()), 0
+    for step, (x, y) in enumerate(data):
+        before_step(step)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        after_step(step, loss.detach())
+        total = total.to(loss.device) + loss.detach() * len(y)
+        count += len(y)
+        if step % CHECK_EVERY == 0 and not math.isfinite(total.item()):
+            break
+    return total.item() / count
+
+
+def linear_decay(done: float) -> float:
+    """Schedule: from the full stepsize to zero in a straight line."""
+    return 1 - done

@@ -1,0 +1,54 @@
+"""One trial: a method at one stepsize and one seed, from the first weights to its record."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from evenstep.lab import records
+from evenstep.lab.data import Arrays
+from evenstep.lab.methods import METHODS
+from evenstep.lab.models import MODELS
+from evenstep.lab.train import Epoch, linear_decay, train
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network."""
+
+    method: str
+    lr: float
+    seed: int = 0
+    epochs: int = 10
+    batch_size: int = 64
+    model: str = "paper_cnn"
+    augment: bool = False
+    decay_lr: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(
+    trial: Trial,
+    arrays: Arrays,
+    device: torch.device | str = "cpu",
+    on_epoch: Callable[[Epoch], None] | None = None,
+) -> records.Record:
+    """Train from the weights that `trial.seed` gives (the same for every method) and return the record."""
+    method = METHODS[trial.method]
+    torch.manual_seed(trial.seed)
+    model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options).to(device)
+    rows = train(
+        model,
+        method.optimizer(model, lr=trial.lr, **trial.options),
+        arrays,
+        epochs=trial.epochs,
+        batch_size=trial.batch_size,
+        seed=trial.seed,
+        device=device,
+        on_epoch=on_epoch,
+        augment=trial.augment,
+        schedule=linear_decay if trial.decay_lr else None,
+    )
+    return records.make({**asdict(trial), "data": arrays.name}, trial.seed, rows, device)

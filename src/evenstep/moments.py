@@ -1,0 +1,130 @@
+"""Batch and running moments of a layer's inputs (§2.3), kept so that float32 suffices.
+
+A hook sees a batch in pieces (micro-batches, repeated calls, recomputed forwards), so a batch is first gathered as
+sums about a centre, `Sums`. Once per step the sums become the batch's moments and join the running average, `Running`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sums(NamedTuple):
+    """What a batch adds up to: `rows` rows, Σ(x − centre) and Σ(x − centre)² for each input."""
+
+    rows: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class Running(NamedTuple):
+    """Running mean and variance of each input; `mass` is the weight gathered so far, 0 before the first batch."""
+
+    mx: Tensor
+    vx: Tensor
+    mass: Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype moments are kept in: float32, or float64 for float64 data.
+
+    >>> accumulation_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def sum_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Σ(x − c) and Σ(x − c)² over every dimension of `x` but `dim`, in the dtype of `centre`.
+
+    >>> sum_about(torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([1.0, 5.0]), dim=1)
+    (tensor([2., 0.]), tensor([4., 2.]))
+    """
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    deviation = x.to(centre.dtype) - centre.view(shape)
+    if not others:
+        return deviation, deviation * deviation
+    return deviation.sum(others), (deviation * deviation).sum(others)
+
+
+def recentre(sums: Sums, shift: Tensor) -> Sums:
+    """The same batch summed about `centre + shift`: Σ(x−c−s) and Σ(x−c−s)².
+
+    >>> recentre(Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0])), torch.tensor([1.0]))
+    Sums(rows=tensor(2.), first=tensor([0.]), second=tensor([2.]))
+    """
+    rows, first, second = sums
+    return Sums(rows, first - rows * shift, second - 2 * shift * first + rows * shift * shift)
+
+
+def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
+    """The batch with `zeros` more rows of zeros, as a transposed convolution's zero-stuffed input has them."""
+    rows, first, second = sums
+    return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
+
+
+def usable(sums: Sums) -> Tensor:
+    """Whether the batch has rows and nothing but finite sums (a 0-d bool; stays on the device)."""
+    finite = torch.isfinite(sums.first).all() & torch.isfinite(sums.second).all()
+    return finite & (sums.rows > 0)
+
+
+def batch_moments(sums: Sums, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the batch itself: ⟨x⟩ and ⟨(x − ⟨x⟩)²⟩; 0 where the batch is empty.
+
+    >>> batch_moments(Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0])), torch.tensor([1.0]))
+    (tensor([2.]), tensor([1.]))
+    """
+    rows = sums.rows.clamp(min=1)
+    offset = sums.first / rows
+    return centre + offset, (sums.second / rows - offset * offset).clamp(min=0)
+
+
+def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
+    """⟨(x − mx)²⟩ of the batch: its second moment about a mean that is not its own.
+
+    >>> sums = Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0]))
+    >>> second_moment_about(sums, torch.tensor([1.0]), torch.tensor([0.0]))
+    tensor([5.])
+    """
+    moved = recentre(sums, mx - centre)
+    return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
+
+
+def gain(mass: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
+
+    >>> gain(torch.tensor(0.0), 0.75)
+    (tensor(1.), tensor(0.2500))
+    """
+    mass = decay * mass + (1 - decay)
+    return (1 - decay) / mass, mass
+
+
+def fold(running: Running, mean: Tensor, var: Tensor, decay: float) -> Running:
+    """The running moments after a batch with this mean and variance (§2.3).
+
+    With k the batch's weight and d = ⟨x⟩ − mx:   mx ← mx + k d,   vx ← (1−k) vx + k var + k(1−k) d².
+    In exact arithmetic this is mx2 − mx² of the paper's two averages; in float32 that difference cancels.
+
+    Departs from the paper: the average is bias-corrected, so the first batch's moments are the first running ones.
+
+    >>> fold(Running(torch.tensor([9.0]), torch.tensor([9.0]), torch.tensor(0.0)), torch.tensor([2.0]), \
+torch.tensor([1.0]), 0.5)
+    Running(mx=tensor([2.]), vx=tensor([1.]), mass=tensor(0.5000))
+    """
+    k, mass = gain(running.mass, decay)
+    d = mean - running.mx
+    return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
+
+
+def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float) -> Tensor:
+    """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it.
+
+    >>> fold_mean(torch.tensor(4.0), torch.tensor(2.0), torch.tensor(0.5), 0.5)
+    tensor(2.6667)
+    """
+    k, _ = gain(mass, decay)
+    return average + k * (value - average)

@@ -1,0 +1,274 @@
+"""The paper's optimizers: each names its coordinates and its rule. No arithmetic here; it is in the core."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, rules, stepsize
+from .blocks import Block
+from .shell import CoordinateOptimizer
+
+
+class _SG(CoordinateOptimizer):
+    """Stochastic gradient with momentum on v: linear in the gradient."""
+
+    def _init_rule(self, block: Block) -> None:
+        if block.group["momentum"]:
+            rules.init_momentum([self.state[p] for p in block.parameters], block)
+
+    def _rule(
+        self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if not block.group["momentum"]:
+            return on_weight, on_bias
+        return rules.momentum([self.state[p] for p in block.parameters], block, on_weight, on_bias, ok)
+
+
+class FanInSGD(_SG):
+    """SGD with every layer's stepsize divided by √(n·S), fan-in times sharing count (§3.5).
+
+    The forward pass is watched for the sharing count alone.
+    """
+
+    coordinates = "fan-in"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        plain_lr: float | None = None,
+        trust: float | None = None,
+        sharing: float | None = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "plain_lr": plain_lr, "trust": trust,
+            "sharing": sharing, "exclude": exclude, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, model)
+
+
+class WhitenedSGD(_SG):
+    """SGD in whitened coordinates, eq. 12 (§4).
+
+    With `damping=0, fresh_max=None, trust=None` it is the paper's, to the letter.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.3,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decay: float = 0.95,
+        damping: float = 0.1,
+        fresh_max: float | None = 4.0,
+        trust: float | None = 0.1,
+        plain_lr: float | None = None,
+        sharing: float | None = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "damping": damping,
+            "fresh_max": fresh_max, "trust": trust, "plain_lr": plain_lr, "sharing": sharing, "exclude": exclude,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, model)
+
+
+class CanonicalSGD(_SG):
+    """SGD in canonical coordinates, eq. 5 (§2.3): whitened inputs, and units scaled by 1/E[g²].
+
+    Fast, and known to diverge with little warning (§2.4). E[g²] is read at each layer's output, so it must know how
+    the loss reduces the batch (`reduction`), and of a GradScaler (`scaler`) if there is one. Parameters without g²
+    take `plain_lr`.
+    """
+
+    coordinates = "canonical"
+    _copied = ("scaler",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decay: float = 0.95,
+        damping: float = 0.1,
+        fresh_max: float | None = 4.0,
+        trust: float | None = 0.1,
+        plain_lr: float | None = 0.01,
+        reduction: str = "mean",
+        scaler: Any = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "damping": damping,
+            "fresh_max": fresh_max, "trust": trust, "plain_lr": plain_lr, "reduction": reduction, "exclude": exclude,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, model)
+        self.scaler = scaler
+
+    def _step_blocks(self, blocks: list[Block]) -> None:
+        scale = getattr(getattr(self, "scaler", None), "_scale", None)
+        if scale is not None and self._collector is not None:
+            self._collector.unscale(scale)
+        super()._step_blocks(blocks)
+
+    def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Of the mean loss, whatever the reduction."""
+        on_weight, on_bias = super()._gradients(block)
+        if block.group["reduction"] == "mean" or self._collector is None:
+            return on_weight, on_bias
+        examples = self._collector.examples()
+        return on_weight / examples, None if on_bias is None else on_bias / examples
+
+
+class EvenStep(_SG):
+    """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
+
+    Each unit's gradient on v is divided by the root of its running mean square, so that every unit takes an even step
+    of about `lr`; momentum looks ahead (Nesterov). State: one momentum buffer, one float per unit, two per input.
+    """
+
+    linear = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.05,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        decay: float = 0.95,
+        damping: float = 0.1,
+        fresh_max: float | None = 4.0,
+        trust: float | None = 0.1,
+        eps: float = 1e-12,
+        plain_lr: float | None = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "decay": decay,
+            "damping": damping,
+            "fresh_max": fresh_max,
+            "trust": trust,
+            "eps": eps,
+            "plain_lr": plain_lr,
+            "exclude": exclude,
+            "maximize": maximize,
+            "bias_correction": True,
+            "block": "unit",
+        }
+        super().__init__(params, defaults, model)
+
+    def _init_rule(self, block: Block) -> None:
+        super()._init_rule(block)
+        rules.init_square(self.state[block.weight], rules.units_like(block))
+
+    def _rule(
+        self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        square = stepsize.unit_square(on_weight, on_bias).flatten()
+        average = rules.running_square(self.state[block.weight], square, block.group, ok)
+        ahead = on_weight, on_bias
+        if block.group["momentum"]:
+            buffers = super()._rule(block, on_weight, on_bias, ok)
+            ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
+        return rules.divided(block, *ahead, [torch.maximum(average, square)])
+
+
+class BlockNaturalSGD(_SG):
+    """Steps of bounded length per block of parameters (§3.2–3.4), with G = I in plain coordinates.
+
+    `block` is what shares a denominator: the whole "network" (eq. 9), each "unit" with its bias (eq. 10), or each
+    "weight". By default the denominator is eq. 11's running mean square, √(eps + R); `bounded=False` takes the batch's
+    own, eqs. 9 and 10. `block="weight"` is RMSProp, exactly so with `bias_correction=False`.
+    """
+
+    coordinates = "plain"
+    linear = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.01,
+        *,
+        model: nn.Module | None = None,
+        block: str = "unit",
+        bounded: bool = True,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decay: float = 0.95,
+        eps: float = 1e-12,
+        bias_correction: bool = True,
+        trust: float | None = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "eps": eps, "trust": trust,
+            "block": block, "bounded": bounded, "bias_correction": bias_correction, "exclude": exclude,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, model)
+
+    def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
+        """Sum the squares of the whole network first, where they are wanted."""
+        whole = [b for b in blocks if b.group["block"] == "network"]
+        squares = [stepsize.unit_square(*self._gradients(b)).sum() for b in whole]
+        self._network = torch.stack(squares).sum() if squares else torch.zeros(())
+        super()._advance(blocks, ok)
+
+    def _init_rule(self, block: Block) -> None:
+        super()._init_rule(block)
+        if block.group["bounded"]:
+            for p, like in zip(block.parameters, self._denominators(block), strict=False):
+                rules.init_square(self.state[p], like)
+
+    def _denominators(self, block: Block) -> list[Tensor]:
+        """Tensors shaped like the running squares: one per parameter for single weights, else one per block."""
+        if block.group["block"] == "weight":
+            return [p.detach() for p in block.parameters]
+        return [block.weight.new_empty(()) if block.group["block"] == "network" else rules.units_like(block)]
+
+    def _rule(
+        self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        group = block.group
+        if group["block"] == "weight":
+            squares = [torch.square(g) for g in [block.unmatrix(on_weight), *block.unstack(on_bias)]]
+        elif group["block"] == "unit":
+            squares = [stepsize.unit_square(on_weight, on_bias).flatten()]
+        else:
+            squares = [self._network.to(on_weight.device)]
+        if group["bounded"]:
+            states = [self.state[p] for p in block.parameters[: len(squares)]]
+            squares = [rules.running_square(s, q, group, ok) for s, q in zip(states, squares, strict=True)]
+        return super()._rule(block, *rules.divided(block, on_weight, on_bias, squares), ok)

@@ -1,0 +1,126 @@
+"""Run a torch rule on v: on proxies that start at zero and hold the gradient on v; what it leaves there is its step.
+
+v itself is never stored, so a rule serves here if its step does not depend on the parameter's value.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OURS = {"mx", "vx", "mass", "sharing"}  # state of ours beside the rule's own
+REFUSED = {
+    "LBFGS": "it evaluates the loss several times along a line",
+    "SparseAdam": "it takes sparse gradients alone",
+    "ASGD": "it averages and decays the parameters themselves",
+    "Adafactor": "its relative step is a multiple of the parameter's own size",
+}
+
+
+class Proxy(NamedTuple):
+    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, and who rules it."""
+
+    p: Tensor
+    grad: Tensor
+    group: dict[str, Any]
+    lr: Any
+
+
+class BaseRule:
+    """A torch rule ready to run on proxies: an instance without parameters, and how to make another."""
+
+    def __init__(self, owner: str, rule: Any, keywords: dict[str, Any]) -> None:
+        """Try the rule on two small matrices; an error says why it cannot serve."""
+        cls = getattr(rule, "func", rule)
+        self.name = getattr(cls, "__name__", repr(cls))
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            raise ValueError(f"{owner}: base must be a torch.optim.Optimizer class; got {rule!r}.")
+        if self.name in REFUSED:
+            raise ValueError(f"{owner}: {self.name} cannot run in whitened coordinates: {REFUSED[self.name]}.")
+        if "weight_decay" in inspect.signature(cls).parameters:
+            keywords = {**keywords, "weight_decay": 0}  # ours acts on w
+        self.make = partial(rule, **keywords)
+        try:
+            self.instance: Optimizer = self.make([nn.Parameter(torch.zeros(2, 2))])
+        except TypeError as error:
+            raise ValueError(f"{owner}: {self.name} does not take these keywords: {error}.") from error
+        quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
+        still, moved = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        if not torch.allclose(still, moved, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
+            )
+
+    def remembers(self, q: nn.Parameter) -> dict[str, Any]:
+        """The state that a rule makes at construction (Adagrad's accumulator), for a new proxy."""
+        return dict(self.make([q]).state.get(q, {}))
+
+
+def capturable(rule: Any) -> dict[str, bool]:
+    """The keyword that lets a rule be captured in a CUDA graph, if it has one."""
+    return {"capturable": True} if "capturable" in inspect.signature(getattr(rule, "func", rule)).parameters else {}
+
+
+def trial(make: Callable[..., Optimizer], start: float) -> Tensor:
+    """How far a rule moves a small matrix that starts at `start` in two steps."""
+    p = nn.Parameter(torch.full((2, 2), start, dtype=torch.float64))
+    optimizer = make([p])
+    for grad in ([[1.0, -2.0], [0.5, 3.0]], [[-1.0, 1.0], [2.0, 0.1]]):
+        p.grad = torch.tensor(grad, dtype=torch.float64)
+        optimizer.step()
+    return p.detach() - start
+
+
+def steps_of(base: BaseRule, proxies: Sequence[Proxy], state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
+    """What one step of `rule` does to each proxy, stepsize and sign included.
+
+    The rule's memory lives in `state`, its hyperparameters in the proxies' groups; the instance holds nothing between
+    steps, so checkpoints, schedulers and surgery on the groups need no second thought.
+    """
+    stand_ins, rule = [], base.instance
+    rule.state, rule.param_groups = defaultdict(dict), []
+    for proxy in proxies:
+        q = nn.Parameter(torch.zeros_like(proxy.grad))
+        q.grad = proxy.grad
+        kept = {k: v for k, v in state[proxy.p].items() if k not in OURS}
+        rule.state[q] = kept or base.remembers(q)
+        known = {k: proxy.group.get(k, value) for k, value in rule.defaults.items()}
+        known |= {"lr": plain_rate(proxy.lr), "params": [q], "maximize": False, "weight_decay": 0}
+        join(rule.param_groups, known)
+        stand_ins.append(q)
+    rule.step()
+    for proxy, q in zip(proxies, stand_ins, strict=True):
+        state[proxy.p].update(rule.state[q])
+        q.grad = None
+    rule.state, rule.param_groups = defaultdict(dict), []
+    return [
+        q.detach() * proxy.lr if isinstance(proxy.lr, Tensor) else q.detach()
+        for proxy, q in zip(proxies, stand_ins, strict=True)
+    ]
+
+
+def plain_rate(lr: Any) -> Any:
+    """What a rule gets for lr: 1 for a tensor, which few rules can take without asking the device; it is applied after.
+
+    >>> plain_rate(0.1), plain_rate(torch.tensor(0.1))
+    (0.1, 1.0)
+    """
+    return 1.0 if isinstance(lr, Tensor) else lr
+
+
+def join(groups: list[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Add a one-parameter group, into the last one if all else is the same: rules batch within a group."""
+    if groups and all(groups[-1][k] is v or same(groups[-1][k], v) for k, v in new.items() if k != "params"):
+        groups[-1]["params"] += new["params"]
+    else:
+        groups.append(new)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal values that are not tensors: comparing those would ask the device."""
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

@@ -1,0 +1,343 @@
+"""torch.optim's contract, kept once for every optimizer of the library: groups, state, closure, model, faults.
+
+A subclass names its coordinates and its rule; the arithmetic is in the core.
+"""
+
+import warnings
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import checks, frames, update
+from .blocks import Block, gather
+from .coverage import Coverage, survey
+from .hooks import Collector, Stage
+from .moments import accumulation_dtype
+from .report import coverage_of
+
+TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+
+
+class CoordinateOptimizer(Optimizer):
+    """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
+
+    coordinates: ClassVar[str] = "whitened"  # what layers get: "whitened", "canonical", "fan-in" or "plain"
+    linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
+    _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
+
+    def __init__(self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None) -> None:
+        """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
+        self._detached()
+        params, model = checks.parameters_of(self._owner, params, model)
+        checks.hyperparameters(self._owner, defaults)
+        super().__init__(params, defaults)
+        if model is not None:
+            self.attach(model)
+
+    def _detached(self) -> None:
+        self._owner = type(self).__name__
+        self._collector: Collector | None = None
+        self._left_out: dict[int, str] = {}
+        self._complete = False  # whether every parameter has its state
+        self._warned: set[str] = set()
+        self._nonfinite: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
+        return {**super().__getstate__(), **{k: self.__dict__[k] for k in self._copied if k in self.__dict__}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
+        if "_collector" not in self.__dict__:
+            self._detached()
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with the group's hyperparameters checked."""
+        full = {**self.defaults, **param_group}
+        checks.hyperparameters(self._owner, full)
+        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules of lr move it too
+            param_group.setdefault("plain_ratio", full["plain_lr"] / float(full["lr"]) if full["lr"] else 1.0)
+        super().add_param_group(param_group)
+        checks.supported(self._owner, self.param_groups[-1]["params"])
+        if self._collector is not None:
+            self.attach(self._collector.model)
+
+    # the model
+
+    def attach(self, model: nn.Module) -> None:
+        """Watch the layers of `model` whose parameters this optimizer holds."""
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in model.parameters()):
+            raise ValueError(
+                f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
+                "from the model, or from that model's parameters."
+            )
+        self.detach()
+        entries, self._left_out = survey(model, self._why_not)
+        trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
+        self._collector = Collector(model, trained, gradients=self.coordinates == "canonical")
+        self._complete = False
+        self._recentre()
+        if self.coordinates != "plain":
+            self._collector.attach(self)
+            if not trained:
+                self._warn(
+                    "coverage",
+                    f"no layer of this {type(model).__name__} is covered, so every parameter is trained in plain "
+                    "coordinates; opt.coverage() says why.",
+                )
+
+    def detach(self) -> None:
+        """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
+        if self._collector is not None:
+            self._collector.detach()
+
+    def refresh(self) -> None:
+        """Look at the model again after surgery on its layers."""
+        if self._collector is None:
+            raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
+        self.attach(self._collector.model)
+
+    def _why_not(self, name: str, weight: Tensor) -> str | None:
+        group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), None)
+        patterns = () if group is None else group["exclude"]
+        return next((f"excluded by '{p}'" for p in patterns if fnmatchcase(name, p)), None)
+
+    def coverage(self) -> Coverage:
+        """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
+        model = None if self._collector is None else self._collector.model
+        return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), model, self._left_out)
+
+    def __repr__(self) -> str:
+        """torch's own, with the coverage in one line."""
+        return f"{super().__repr__()}\ncoverage: {self.coverage().summary()}"
+
+    def _stage(self, block: Block) -> Stage | None:
+        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry]
+
+    def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
+        entries = [] if self._collector is None else self._collector.entries
+        return gather(self.param_groups, entries, self.coordinates, trains)
+
+    # the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. The closure runs first: trainers do forward and backward inside it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._complete:
+            self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
+            self._complete = True
+        traffic = None if self._collector is None else self._collector.traffic
+        if traffic is None or traffic.rows or not traffic.empty:
+            self._step_blocks(self._blocks(lambda p: p.grad is not None))
+        if self._collector is not None:
+            self._collector.clear()
+        return loss
+
+    def _step_blocks(self, blocks: list[Block]) -> None:
+        self._init_state(blocks)
+        ok = self._finite(blocks)
+        on_host = ok.device.type == "cpu"
+        if on_host and not ok:
+            self._warn("nonfinite", "a gradient is not finite; the step is skipped, weights and moments are unchanged.")
+            return
+        self._say_unseen(blocks)
+        self._advance(blocks, None if on_host else ok)
+
+    def _init_state(self, blocks: list[Block]) -> None:
+        """Give every parameter of these blocks the state it lacks, whole at once: checkpoints need all keys."""
+        for block in blocks:
+            for p in self._counted(block):
+                if "step" not in self.state[p]:
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            stage = self._stage(block)
+            if stage is not None:
+                stage.to(block.weight.device)
+            frames.init(self.state[block.weight], block, stage)
+            self._init_rule(block)
+
+    def _counted(self, block: Block) -> list[Tensor]:
+        """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
+        return block.parameters
+
+    def _finite(self, blocks: list[Block]) -> Tensor:
+        """Whether all gradients are finite, as a bool on the device; a step that is not is counted."""
+        grads = [gradient(p) for block in blocks for p in block.parameters]
+        if any(g.layout != torch.strided for g in grads):
+            raise RuntimeError(
+                f"{self._owner} does not support sparse gradients; build the Embedding with sparse=False."
+            )
+        grads = [g for g in grads if g.numel()]
+        if not grads:
+            return torch.ones((), dtype=torch.bool)
+        device = grads[0].device
+        largest = torch._foreach_norm(grads, float("inf"))
+        ok = torch.stack([norm.to(device, torch.float32) for norm in largest]).isfinite().all()
+        if self._nonfinite is None or self._nonfinite.device != device:
+            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._nonfinite += ~ok
+        return ok
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """How many steps were skipped because a gradient was not finite (reads the device)."""
+        return 0 if self._nonfinite is None else int(self._nonfinite)
+
+    def _say_unseen(self, blocks: list[Block]) -> None:
+        """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
+        if self.coordinates == "plain" or "unseen" in self._warned:
+            return
+        if self._collector is None:
+            self._warn(
+                "unseen",
+                "no model is attached, so all parameters are trained in plain coordinates; give the model as the first "
+                "argument, as model=, or call opt.attach(model).",
+            )
+        for block in blocks:
+            stage, entry = self._stage(block), block.entry
+            if stage is not None and entry is not None and stage.rows.device.type == "cpu" and not stage.applied:
+                self._warn(
+                    "unseen",
+                    f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the "
+                    "last step (compiled before the optimizer was built? eval mode? a functional call?); using its "
+                    "last moments.",
+                )
+
+    def _warn(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"{self._owner}: {message}", stacklevel=2)
+
+    def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
+        """Move every block; `ok` masks, on the device, a step whose gradients turn out not to be finite."""
+        for block in blocks:
+            frame = self._frame(block)
+            on_v = update.gradient_on_v(*self._gradients(block), frame)
+            weight_step, bias_steps = self._rule(block, *on_v, ok)
+            rate, *bias_rates = rates(block)
+            if bias_steps is not None:
+                bias_steps = -per_bias(bias_rates, bias_steps) * bias_steps
+            self._move(block, frame, -rate * weight_step, bias_steps, ok)
+
+    def _frame(self, block: Block) -> update.Frame:
+        return frames.frame(self.state[block.weight], block, self._stage(block), linear=self.linear)
+
+    def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """The block's gradients in the core's shapes and in float32 or better."""
+        wide = [g.to(accumulation_dtype(g.dtype)) for g in map(gradient, block.parameters)]
+        if block.group["maximize"]:
+            wide = [-g for g in wide]
+        return block.matrix(wide[0]), block.stack(wide[1:])
+
+    def _init_rule(self, block: Block) -> None:
+        """Add the state that the rule keeps for a block."""
+        raise NotImplementedError
+
+    def _rule(
+        self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A direction on v, to be descended, from the gradient on v."""
+        raise NotImplementedError
+
+    def _move(
+        self, block: Block, frame: update.Frame, weight_step: Tensor, bias_steps: Tensor | None, ok: Tensor | None
+    ) -> None:
+        """Take a step on v back to w, guard it, move the parameters; then let the batch join the moments."""
+        stage, trust = self._stage(block), block.group["trust"]
+        weight_step, bias_steps = update.step_on_w(weight_step, bias_steps, frame)
+        if stage is not None and trust is not None:
+            weight_step, bias_steps, held, largest = update.within_trust(
+                block.matrix(block.weight),
+                block.stack(block.biases),
+                weight_step,
+                bias_steps,
+                frame,
+                radius=trust,
+                floor=TRUST_FLOOR,
+            )
+            stage.guarded(frame.raised, held, largest)
+        steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
+        groups = [block.group, *block.bias_groups]
+        for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
+            displace(p, s, rate * group["weight_decay"], ok)
+        for p in self._counted(block):
+            self.state[p]["step"] += 1 if ok is None else ok
+        frames.commit(self.state[block.weight], block, stage, ok)
+
+    # checkpoints
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
+
+        Loaded values are copied into live tensors where there are any, since captured graphs hold those.
+        """
+        live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
+        final: dict[str, Any] = {}
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = [k for group in final["param_groups"] for k in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for k, p in zip(ids, params, strict=True):
+            for name, value in final["state"].get(k, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
+        self._complete = False
+        self._recentre()
+
+    def _recentre(self) -> None:
+        """Make hooks sum about the running means, as after a step, and forget what is staged."""
+        if self._collector is not None:
+            self._collector.clear()
+            for entry, stage in self._collector.stages.items():
+                frames.recentre(self.state.get(entry.weight, {}), stage)
+
+
+def gradient(p: Tensor) -> Tensor:
+    """The gradient of a parameter that has one."""
+    assert p.grad is not None
+    return p.grad
+
+
+def rates(block: Block) -> list[Any]:
+    """The stepsizes of a block's weight and biases, from their own groups; plain parameters may have another."""
+    found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
+    found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
+    return [lr * block.group.get("plain_ratio", 1) for lr in found] if block.aside else found
+
+
+def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
+    """Stepsizes of biases as one factor for [bias, group, unit]."""
+    if len(bias_rates) == 1:
+        return bias_rates[0]
+    return torch.stack([torch.as_tensor(lr, dtype=like.dtype, device=like.device) for lr in bias_rates]).view(-1, 1, 1)
+
+
+def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
+    """p ← (1 − shrink) p + step in place (decoupled weight decay), or nothing where the mask says so."""
+    if ok is not None:
+        step, shrink = torch.where(ok, step, 0), torch.where(ok, shrink, 0.0)
+    if isinstance(shrink, Tensor) or shrink:
+        p.mul_(1 - shrink)
+    p.add_(step)
+
+
+def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
+    """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
+    if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
+        return live.copy_(saved)
+    return saved.to(device, copy=True)

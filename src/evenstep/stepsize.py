@@ -1,0 +1,73 @@
+"""How long a step is (§3): eqs. 8 to 11, and the rules built on them.
+
+A rule turns a gradient into a direction of descent; the optimizer multiplies it by −lr. Eqs. 8–11 are printed with
+a plus sign in the paper; a descent step needs the minus.
+"""
+
+import torch
+from torch import Tensor
+
+
+def natural_step(natural_grad: Tensor, gamma: float) -> Tensor:
+    """Eq. 8, natural gradient with a stepsize: −γ G⁻¹⟨∇E⟩, given `natural_grad` = G⁻¹⟨∇E⟩.
+
+    >>> natural_step(torch.tensor([2.0]), 0.5)
+    tensor([-1.])
+    """
+    return -gamma * natural_grad
+
+
+def trust_step(grad: Tensor, natural_grad: Tensor, eta: float, dim: int | None = None) -> Tensor:
+    """Eq. 9, natural gradient with a trust radius: −η G⁻¹⟨∇E⟩ / √(⟨∇E⟩ᵀG⁻¹⟨∇E⟩); with `dim`, eq. 10.
+
+    The step δ has δᵀGδ = η². Along `dim` each block has its own denominator, so blocks do not feel each other; every
+    index outside `dim` is a block.
+
+    >>> trust_step(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]), 0.5)
+    tensor([-0.3000, -0.4000])
+    """
+    product = grad * natural_grad
+    square = product.sum() if dim is None else product.sum(dim, keepdim=True)
+    return -eta * normalized(natural_grad, square)
+
+
+def normalized(grad: Tensor, square: Tensor, eps: float = 0.0) -> Tensor:
+    """grad / √(eps + square): the common form of eqs. 9, 10 and 11; 0 where the denominator is 0.
+
+    `square` is the block's squared length: this batch's own (eqs. 9, 10) or an expectation of it (eq. 11), and
+    `eps` the paper's μ.
+
+    >>> normalized(torch.tensor([3.0, 0.0]), torch.tensor([9.0, 0.0]))
+    tensor([1., 0.])
+    """
+    denominator = square + eps
+    tiny = torch.finfo(denominator.dtype).tiny
+    return torch.where(denominator > tiny, grad * denominator.clamp(min=tiny).rsqrt(), torch.zeros_like(grad))
+
+
+def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
+    """The momentum buffer after one more value, torch's convention: M ← m M + value.
+
+    >>> heavy_ball(torch.tensor(2.0), torch.tensor(1.0), 0.5)
+    tensor(2.)
+    """
+    return momentum * buffer + value
+
+
+def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
+    """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
+
+    >>> unit_square(torch.ones(1, 2, 3, 1), torch.ones(1, 2))
+    tensor([[4., 4.]])
+    """
+    square = (weight_grad * weight_grad).sum((-2, -1))
+    return square if bias_grad is None else square + bias_grad * bias_grad
+
+
+def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+    """Nesterov's direction, scaled so that a constant gradient gives itself: (1−m)(g + m M), M the new buffer.
+
+    >>> look_ahead(torch.tensor(1.0), torch.tensor(2.0), 0.5)
+    tensor(1.)
+    """
+    return (1 - momentum) * (grad + momentum * buffer)

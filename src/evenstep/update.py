@@ -1,0 +1,106 @@
+"""One layer's update, put together from the pure pieces: moments → constants → v → w → guard.
+
+The optimizers and the batched programs of the lab call these; nothing here knows a module or a device.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import constants as C
+from . import coordinates, guards
+from .moments import Running, Sums, batch_moments, fold, second_moment_about, usable
+
+
+class Frame(NamedTuple):
+    """A layer's coordinates for one step.
+
+    `spread` is 1/α², the metric that measures a unit; `fresh_spread` the one that measures its step, with this batch's
+    second moment where that is larger; `raised` counts the inputs that the fresh-max guard changed.
+    """
+
+    constants: C.Constants
+    spread: Tensor
+    fresh_spread: Tensor
+    raised: Tensor
+
+
+def still_frame(like: Tensor, beta2: Tensor) -> Frame:
+    """Fan-in coordinates (plain ones with β² = 1): no statistics, so nothing to guard with but the unit's own length.
+
+    `like` is any tensor shaped [group, input].
+    """
+    one = torch.ones_like(like)
+    return Frame(C.fan_in(like, beta2), one, one, torch.zeros((), dtype=torch.int64, device=like.device))
+
+
+def moving_frame(
+    running: Running, sums: Sums, centre: Tensor, beta2: Tensor, *, damping: float, fresh_max: float | None
+) -> Frame:
+    """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
+
+    The first batch uses its own moments, for want of others. Without any moments the coordinates are fan-in ones.
+    """
+    fresh, started = usable(sums), running.mass > 0
+    mean, var = batch_moments(sums, centre)
+    mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
+    q = torch.where(fresh, second_moment_about(sums, centre, mx), vx)
+    if fresh_max is None:
+        raised, fired = vx, torch.zeros((), dtype=torch.int64, device=vx.device)
+    else:
+        raised, fired = guards.fresh_max(vx, q, fresh_max)
+    spread = C.damped(raised, damping)
+    known = fresh | started
+    still = still_frame(mx, beta2)
+    return Frame(
+        C.choose(known, C.whitening(mx, spread, beta2), still.constants),
+        torch.where(known, spread, still.spread),
+        torch.where(known, torch.maximum(vx, q) + (spread - raised), still.spread),
+        torch.where(known, fired, still.raised),
+    )
+
+
+def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """Gradient on v. `bias_grads` is [bias, group, unit]: several where tied weights serve several biases."""
+    c = frame.constants
+    if bias_grads is None:
+        return coordinates.gradient_to_v_biasless(weight_grad, c), None
+    on_weight, _ = coordinates.gradient_to_v(weight_grad, bias_grads.sum(0), c)
+    return on_weight, c.beta2.sqrt() * bias_grads
+
+
+def step_on_w(weight_step: Tensor, bias_steps: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    """Step on w and on every bias from a step on v."""
+    if bias_steps is None:
+        return coordinates.step_to_w_biasless(weight_step, frame.constants), None
+    return coordinates.step_to_w(weight_step, bias_steps, frame.constants)
+
+
+def within_trust(
+    weight: Tensor,
+    biases: Tensor | None,
+    weight_step: Tensor,
+    bias_steps: Tensor | None,
+    frame: Frame,
+    *,
+    radius: float,
+    floor: float,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The step with every unit held to its trust radius; how many units were; the largest relative step asked for."""
+    mu = frame.constants.mu
+    unit2 = guards.squared_length(weight, biases, mu, frame.spread)
+    step2 = guards.squared_length(weight_step, bias_steps, mu, frame.fresh_spread)
+    if biases is not None:
+        unit2, step2 = unit2.amin(0), step2.amax(0)
+    factor, held = guards.trust_factor(unit2, step2, radius, floor)
+    largest = (step2 / unit2.clamp(min=floor * floor)).amax().sqrt()
+    return *guards.shorten(weight_step, bias_steps, factor), held, largest
+
+
+def moments_after(running: Running, sums: Sums, centre: Tensor, *, decay: float) -> Running:
+    """The running moments once this batch has joined them; unchanged if the batch is empty or not finite."""
+    mean, var = batch_moments(sums, centre)
+    joined = fold(running, mean, var, decay)
+    fresh = usable(sums)
+    return Running(*(torch.where(fresh, new, old) for new, old in zip(joined, running, strict=True)))

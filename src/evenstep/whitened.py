@@ -1,0 +1,148 @@
+"""A torch rule in whitened coordinates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, proxies, update
+from .blocks import Block
+from .proxies import BaseRule, Proxy
+from .shell import CoordinateOptimizer, rates
+
+
+class Whitened(CoordinateOptimizer):
+    """A first-order torch rule (AdamW, Muon, RMSprop, …) run on v instead of w.
+
+    `base` is the class; its keywords follow ours. It gets `weight_decay=0`, ours acts on w. `joint=True` shows it each
+    layer as one matrix [unit, inputs · kernel + 1] with the bias as a column, the default for Muon. `plain` is the rule
+    for parameters outside layers, where it is to be another than `base`: AdamW for Muon, which takes matrices alone.
+    Once a step it reads one bool from the device, to skip a gradient that is not finite; with `capturable=True` it
+    reads none, and such a gradient counts as zero in the rule's memory.
+    """
+
+    linear = False
+    _copied = ("_base", "_plain", "_streams")
+
+    def __init__(
+        self,
+        params: Any,
+        base: Any,
+        *,
+        model: nn.Module | None = None,
+        decay: float = 0.95,
+        damping: float = 0.1,
+        fresh_max: float | None = 4.0,
+        trust: float | None = 0.1,
+        weight_decay: float = 0.0,
+        joint: bool | None = None,
+        plain: Any = None,
+        plain_lr: float | None = None,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+        capturable: bool = False,
+        **base_kwargs: Any,
+    ) -> None:
+        """See the shared keywords in the API reference."""
+        owner = type(self).__name__
+        muon = getattr(base, "__name__", "") == "Muon"
+        if capturable:
+            base_kwargs |= proxies.capturable(base)
+        self._base = BaseRule(owner, base, base_kwargs)
+        plain = torch.optim.AdamW if plain is None and muon else plain
+        self._plain = self._base if plain is None else BaseRule(owner, plain, {})
+        self._streams = type(self._base.instance) is torch.optim.SGD
+        if plain_lr is None and plain is not None:
+            plain_lr = self._plain.instance.defaults["lr"]
+        ours = {
+            "decay": decay,
+            "damping": damping,
+            "fresh_max": fresh_max,
+            "trust": trust,
+            "weight_decay": weight_decay,
+            "joint": muon if joint is None else joint,
+            "plain_lr": plain_lr,
+            "exclude": exclude,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        clash = (set(ours) & set(self._base.instance.defaults)) - {"weight_decay", "maximize", "capturable"}
+        if clash:
+            raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
+        checks.learning_rate(owner, self._base.instance.defaults["lr"])
+        super().__init__(params, {**self._base.instance.defaults, **ours}, model)
+
+    def _counted(self, block: Block) -> list[Tensor]:
+        """The rule counts for itself; a bias inside a joint matrix has no state of the rule's."""
+        return block.biases if block.group["joint"] else []
+
+    def _init_rule(self, block: Block) -> None:
+        """The rule makes its own state at its first step."""
+
+    def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
+        """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching."""
+        if ok is not None and not any(block.group["capturable"] for block in blocks):
+            if not ok:
+                return
+            ok = None
+        for some in [[block] for block in blocks] if self._streams else [blocks]:
+            self._advance_together(some, ok)
+
+    def _advance_together(self, blocks: list[Block], ok: Tensor | None) -> None:
+        moving = [self._frame(block) for block in blocks]
+        shown = [
+            self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
+            for block, frame in zip(blocks, moving, strict=True)
+        ]
+        aside = [block.entry is None for block, ps in zip(blocks, shown, strict=True) for _ in ps]
+        steps = self._steps([p for ps in shown for p in ps], aside)
+        for block, frame, ps in zip(blocks, moving, shown, strict=True):
+            mine, steps = steps[: len(ps)], steps[len(ps) :]
+            self._move(block, frame, *self._read(block, mine), ok)
+
+    def _steps(self, shown: list[Proxy], aside: list[bool]) -> list[Tensor]:
+        """What the base does to each proxy, or the plain rule to those of parameters outside layers."""
+        if self._plain is self._base:
+            return proxies.steps_of(self._base, shown, self.state)
+        results = []
+        for rule, side in ((self._base, False), (self._plain, True)):
+            part = [p for p, outside in zip(shown, aside, strict=True) if outside is side]
+            results.append(iter(proxies.steps_of(rule, part, self.state) if part else ()))
+        return [next(results[outside]) for outside in aside]
+
+    def _proxies(self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None) -> list[Proxy]:
+        """The block's gradient on v as the rule is to see it."""
+        if block.group["joint"] and block.entry is not None:
+            grads = [joined(on_weight, on_bias)]
+        else:
+            grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
+        if ok is not None:
+            grads = [torch.where(ok, g, 0) for g in grads]
+        groups = [block.group, *block.bias_groups]
+        return [
+            Proxy(p, g.to(p.dtype).contiguous(), group, lr)
+            for p, g, group, lr in zip(block.parameters, grads, groups, rates(block), strict=False)
+        ]
+
+    def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The rule's step in the core's shapes."""
+        wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in steps]
+        if block.group["joint"] and block.entry is not None:
+            return parted(wide[0], block)
+        return block.matrix(wide[0]), block.stack(wide[1:])
+
+
+def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
+    """[group, unit, input, kernel] and [bias, group, unit] as one matrix [unit, inputs · kernel + biases]."""
+    matrix = on_weight.flatten(2).flatten(0, 1)
+    return matrix if on_bias is None else torch.cat([matrix, on_bias.flatten(1).T], dim=1)
+
+
+def parted(matrix: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `joined` for a block."""
+    shape = block.matrix(block.weight).shape
+    if not block.biases:
+        return matrix.view(shape), None
+    on_weight, on_bias = matrix[:, : -len(block.biases)], matrix[:, -len(block.biases) :]
+    return on_weight.reshape(shape), on_bias.T.reshape(len(block.biases), *shape[:2])

@@ -1,0 +1,410 @@
+"""Slow and obvious truths in float64, which share nothing with the library.
+
+Layers are taken as torch defines them, constants are one number per input and per unit, and every weight says by two
+index tensors which input it meets and which unit it feeds (`places`).
+"""
+
+import copy
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+TRUST_FLOOR = 1e-3
+
+
+class Constants(NamedTuple):
+    """μ and α per input, β per unit; not squared."""
+
+    mu: torch.Tensor
+    alpha: torch.Tensor
+    beta: torch.Tensor
+
+
+# What a layer is
+
+
+def forward(layer, x, w, b):
+    """The layer's output on `x` with any weight and bias, by torch's functions."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, w, b)
+    rank = w.dim() - 3
+    if isinstance(layer, TRANSPOSED):
+        f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank]
+        return f(x, w, b, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+    f = (F.conv1d, F.conv2d, F.conv3d)[rank]
+    return f(padded(layer, x), w, b, layer.stride, 0, layer.dilation, layer.groups)
+
+
+def padded(layer, x):
+    """`x` with a convolution's own padding, so that what the kernel meets is data."""
+    sides = []
+    for k in range(len(layer.kernel_size)):
+        if layer.padding == "same":
+            total = layer.dilation[k] * (layer.kernel_size[k] - 1)
+            sides.append((total // 2, total - total // 2))
+        else:
+            sides.append((layer.padding[k], layer.padding[k]))
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, [s for pair in reversed(sides) for s in pair], mode=mode)
+
+
+def stuffed(layer, x, y):
+    """The input whose plain convolution (stride 1, kernel reversed) a transposed one is: x among zeros.
+
+    Tap `offset` of output position `u` meets the entry at u + reach − dilation·offset of what is returned, with
+    reach = dilation·(kernel − 1).
+    """
+    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    wide = x.new_zeros(*x.shape[:2], *(n + r for n, r in zip(y.shape[2:], reach, strict=True)))
+    for at in itertools.product(*map(range, x.shape[2:])):
+        to = [r + s * a - p for r, s, a, p in zip(reach, layer.stride, at, layer.padding, strict=True)]
+        if all(0 <= t < n for t, n in zip(to, wide.shape[2:], strict=True)):
+            wide[(slice(None), slice(None), *to)] = x[(slice(None), slice(None), *at)]
+    return wide
+
+
+def places(layer):
+    """For every weight the input it meets and the unit it feeds: two index tensors shaped like the weight."""
+    shape, groups = layer.weight.shape, getattr(layer, "groups", 1)
+    channel, unit = torch.empty(shape, dtype=torch.long), torch.empty(shape, dtype=torch.long)
+    for a, b in itertools.product(range(shape[0]), range(shape[1])):
+        group = a // (shape[0] // groups)
+        own, other = a, group * shape[1] + b
+        channel[a, b], unit[a, b] = (own, other) if isinstance(layer, TRANSPOSED) else (other, own)
+    return channel, unit
+
+
+def units(layer):
+    """How many units, or output channels, the layer has."""
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def fan_in(layer):
+    """n of §3.5: inputs per unit, with the kernel's area."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size)
+
+
+def sharing(layer, x, y):
+    """S: how often each example uses a weight."""
+    if isinstance(layer, nn.Linear):
+        return math.prod(x.shape[1:-1])
+    return math.prod((x if isinstance(layer, TRANSPOSED) else y).shape[2:])
+
+
+def rows(layer, x, y):
+    """Every input vector the layer met, [row, input]; a transposed convolution also meets the zeros between."""
+    if isinstance(layer, nn.Linear):
+        return x.reshape(-1, x.shape[-1])
+    found = [x[b][(slice(None), *at)] for b in range(len(x)) for at in itertools.product(*map(range, x.shape[2:]))]
+    if isinstance(layer, TRANSPOSED):
+        between = y.numel() // y.shape[1] - len(found)
+        found += [torch.zeros_like(found[0])] * between
+    return torch.stack(found)
+
+
+# Moments
+
+
+class Moments:
+    """The paper's two running averages (§2.3), mx and mx2, with the weights they were given so far."""
+
+    def __init__(self, decay):
+        self.decay, self.mx, self.mx2, self.weight = decay, 0.0, 0.0, 0.0
+
+    def update(self, x):
+        """One more batch, [row, input]."""
+        self.mx = self.decay * self.mx + (1 - self.decay) * x.mean(0)
+        self.mx2 = self.decay * self.mx2 + (1 - self.decay) * (x * x).mean(0)
+        self.weight = self.decay * self.weight + (1 - self.decay)
+
+    def mean_var(self):
+        """Mean and variance, the weights normalized to 1."""
+        mean = self.mx / self.weight
+        return mean, self.mx2 / self.weight - mean * mean
+
+
+def mean_var(x):
+    """Mean and variance over rows, in two passes."""
+    mean = x.mean(0)
+    return mean, ((x - mean) ** 2).mean(0)
+
+
+def damped(x, damping):
+    """x + damping · mean x."""
+    return x + damping * x.mean()
+
+
+# Coordinates
+
+
+def sum_per_unit(unit, values, count):
+    """Σ of `values` over the weights of each unit."""
+    return values.new_zeros(count).index_add(0, unit.flatten(), values.flatten())
+
+
+def to_w(layer, v, v0, c):
+    """w(v) and w_0(v) of eq. 2; `v0` may be a list, one for each bias that the weight serves."""
+    channel, unit = places(layer)
+    w = c.alpha[channel] * c.beta[unit] * v
+    level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
+    return w, [c.beta * b - level for b in v0]
+
+
+def to_v(layer, w, w0, c):
+    """v(w) and v_0(w): the inverse of `to_w`."""
+    channel, unit = places(layer)
+    level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
+    return w / (c.alpha[channel] * c.beta[unit]), [(b + level) / c.beta for b in w0]
+
+
+def to_w_biasless(layer, v, c, inverse=False):
+    """w_j = β_j α ∘ ((I − k ûûᵀ) v_j), u = α∘μ, k = 1 − 1/√(1+‖u‖²), by a dense matrix for each unit; or v(w)."""
+    channel, unit = (t.flatten() for t in places(layer))
+    w = torch.zeros_like(v).flatten()
+    for j in range(len(c.beta)):
+        index = (unit == j).nonzero().squeeze(1)
+        alpha, mu = c.alpha[channel[index]], c.mu[channel[index]]
+        u = alpha * mu
+        k = 1 - 1 / (1 + u @ u).sqrt()
+        direction = u / u.norm() if u.any() else u
+        matrix = c.beta[j] * torch.diag(alpha) @ (torch.eye(len(u)).double() - k * torch.outer(direction, direction))
+        matrix = torch.linalg.inv(matrix) if inverse else matrix
+        w = w.index_put((index,), matrix @ v.flatten()[index])
+    return w.view_as(v)
+
+
+def gradient_on_v(loss, layer, w, biases, c):
+    """∂loss/∂v by autograd, `loss` a function of a weight and its biases; and the v at which it was taken."""
+    v, v0 = to_v(layer, w, biases, c) if biases else (to_w_biasless(layer, w, c, inverse=True), [])
+    leaves = [t.detach().requires_grad_() for t in (v, *v0)]
+    at = to_w(layer, leaves[0], leaves[1:], c) if biases else (to_w_biasless(layer, leaves[0], c), [])
+    return list(torch.autograd.grad(loss(*at), leaves)), leaves
+
+
+def descend_on_v(loss, layer, w, biases, c, lr):
+    """The weight and biases after a step of gradient descent on v."""
+    grads, leaves = gradient_on_v(loss, layer, w, biases, c)
+    v, *v0 = (leaf.detach() - lr * g for leaf, g in zip(leaves, grads, strict=True))
+    return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+
+
+def surrogate(mu, var, bias=True):
+    """Eq. 4's block for α = β = 1, μ = 0 and E[g²] = 1: E[x x'] of decorrelated inputs, x_0 = 1 first."""
+    x = torch.cat([torch.ones(1).double(), mu]) if bias else mu
+    matrix = torch.outer(x, x)
+    for i in range(len(mu)):
+        matrix[i + bias, i + bias] = var[i] + mu[i] ** 2
+    return matrix
+
+
+def block_matrix(mu, alpha2, beta2):
+    """The matrix of §2.2 for one unit, its corner corrected to 1 + Σ α_i² μ_i²."""
+    n = len(mu)
+    matrix = torch.zeros(n + 1, n + 1).double()
+    matrix[0, 0] = 1 + sum(alpha2[i] * mu[i] ** 2 for i in range(n))
+    for i in range(n):
+        matrix[0, i + 1] = matrix[i + 1, 0] = -alpha2[i] * mu[i]
+        matrix[i + 1, i + 1] = alpha2[i]
+    return beta2 * matrix
+
+
+# Eq. 3 by loops over examples, positions and kernel offsets
+
+
+def naive_gradients(layer, x, g, mu):
+    """⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩: means over examples, sums over positions; g is ∂E/∂y of each example."""
+    if isinstance(layer, nn.Linear):
+        return naive_linear(x, g, mu)
+    wide = stuffed(layer, x, g) if isinstance(layer, TRANSPOSED) else padded(layer, x)
+    channel, unit = places(layer)
+    on_weight, on_bias = torch.zeros(channel.shape).double(), torch.zeros(units(layer)).double()
+    for b, at in itertools.product(range(len(x)), itertools.product(*map(range, g.shape[2:]))):
+        here = g[b][(slice(None), *at)]
+        on_bias += here
+        for offset in itertools.product(*map(range, layer.kernel_size)):
+            met = wide[b][(slice(None), *meets(layer, at, offset))] - mu
+            tap = (slice(None), slice(None), *offset)
+            on_weight[tap] += here[unit[tap]] * met[channel[tap]]
+    return on_weight / len(x), on_bias / len(x)
+
+
+def meets(layer, at, offset):
+    """Where in the padded, or stuffed, input the kernel's `offset` falls for the output position `at`."""
+    if isinstance(layer, TRANSPOSED):
+        return [
+            u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)
+        ]
+    return [u * s + d * o for u, s, d, o in zip(at, layer.stride, layer.dilation, offset, strict=True)]
+
+
+def naive_linear(x, g, mu):
+    """As `naive_gradients`, for a Linear on vectors or sequences."""
+    on_weight, on_bias = torch.zeros(g.shape[-1], x.shape[-1]).double(), torch.zeros(g.shape[-1]).double()
+    for at in itertools.product(*map(range, x.shape[:-1])):
+        for j in range(g.shape[-1]):
+            on_bias[j] += g[at][j]
+            for i in range(x.shape[-1]):
+                on_weight[j, i] += g[at][j] * (x[at][i] - mu[i])
+    return on_weight / len(x), on_bias / len(x)
+
+
+def quasi_diagonal(layer, on_weight, on_bias, c):
+    """Eq. 3's δw and δw_0 from ⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩."""
+    channel, unit = places(layer)
+    dw = c.beta[unit] ** 2 * c.alpha[channel] ** 2 * on_weight
+    return dw, c.beta**2 * on_bias - sum_per_unit(unit, c.mu[channel] * dw, len(c.beta))
+
+
+# Guards, as they are defined
+
+
+def fresh_max(var, q, tau):
+    """m_i = max(v_i, q_i/τ), one input at a time."""
+    return torch.stack([max(v, one / tau) for v, one in zip(var, q, strict=True)])
+
+
+def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radius):
+    """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) of each unit, one unit at a time; with several biases the tightest."""
+    channel, unit = places(layer)
+    factors = torch.ones(units(layer)).double()
+    pairs = list(zip(biases, dbiases, strict=True)) or [(torch.zeros(units(layer)), torch.zeros(units(layer)))]
+    for j in range(units(layer)):
+        mine = unit == j
+        i = channel[mine]
+        lengths = [
+            ((b[j] + mu[i] @ w[mine]) ** 2 + w[mine] ** 2 @ spread[i]).sqrt().clamp(min=TRUST_FLOOR) for b, _ in pairs
+        ]
+        moves = [((d[j] + mu[i] @ dw[mine]) ** 2 + dw[mine] ** 2 @ fresh_spread[i]).sqrt() for _, d in pairs]
+        if max(moves) > 0:
+            factors[j] = min(1.0, radius * min(lengths) / max(moves))
+    return factors
+
+
+# A whole network
+
+
+def log_cosh(y, t):
+    """A loss for each example that is neither linear nor quadratic."""
+    d = y - t
+    return (d + F.softplus(-2 * d)).flatten(1).sum(1)
+
+
+class OnV:
+    """Gradient descent on the explicit coordinates of every layer of an `nn.Sequential`, guards included.
+
+    Constants come from the batches before, or from the batch itself if it is the first; `step` then keeps its
+    moments. `coordinates` is "whitened", "canonical" or "fan-in".
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        lr,
+        momentum=0.0,
+        decay=0.95,
+        damping=0.0,
+        fresh_max=None,
+        trust=None,
+        coordinates="whitened",
+    ):
+        self.modules = [copy.deepcopy(module) for module in model]
+        self.lr, self.momentum, self.decay, self.damping = lr, momentum, decay, damping
+        self.fresh_max, self.trust, self.coordinates = fresh_max, trust, coordinates
+        self.layers = [module for module in self.modules if isinstance(module, LAYERS)]
+        self.w = [layer.weight.detach().clone() for layer in self.layers]
+        self.b = [None if layer.bias is None else layer.bias.detach().clone() for layer in self.layers]
+        self.carries = [layer.bias is not None and layer.bias.requires_grad for layer in self.layers]
+        self.moments = [Moments(decay) for _ in self.layers]
+        self.g2 = [Moments(decay) for _ in self.layers]
+        self.buffers = [None for _ in self.layers]
+
+    def run(self, x, w, b):
+        """Inputs and outputs of every layer, and the network's output."""
+        seen, k = [], 0
+        for module in self.modules:
+            if isinstance(module, LAYERS):
+                y = forward(module, x, w[k], b[k])
+                seen.append((x, y))
+                x, k = y, k + 1
+            else:
+                x = module(x)
+        return seen, x
+
+    def step(self, x, t, energy=log_cosh):
+        """One step on the mean of `energy` over the batch; its factors of the trust radius, layer by layer."""
+        seen, _ = self.run(x, self.w, self.b)
+        g2 = [self.squared(k, x, t, energy) for k in range(len(self.layers))]
+        frames = [self.frame(k, *seen[k], g2[k]) for k in range(len(self.layers))]
+        moved = [self.moved(k, frames[k][0], x, t, energy) for k in range(len(self.layers))]
+        factors = []
+        for k, layer in enumerate(self.layers):
+            dw, db = moved[k][0] - self.w[k], [new - self.b[k] for new in moved[k][1]]
+            factor = self.held(k, dw, db, *frames[k])
+            factors.append(factor)
+            self.w[k] = self.w[k] + factor[places(layer)[1]] * dw
+            for d in db:
+                self.b[k] = self.b[k] + factor * d
+            self.moments[k].update(rows(layer, *seen[k]))
+            self.g2[k].update(g2[k].unsqueeze(0))
+        return factors
+
+    def squared(self, k, x, t, energy):
+        """S·E[g²] at the output of layer `k`, one example at a time."""
+        total = torch.zeros(units(self.layers[k])).double()
+        for e in range(len(x)):
+            b = [None if other is None else other.detach().requires_grad_() for other in self.b]
+            w = [other.detach().requires_grad_() for other in self.w]
+            seen, y = self.run(x[e : e + 1], w, b)
+            (g,) = torch.autograd.grad(energy(y, t[e : e + 1]).sum(), seen[k][1])
+            units_last = g if isinstance(self.layers[k], nn.Linear) else g.movedim(1, -1)
+            total += (units_last.reshape(-1, units_last.shape[-1]) ** 2).sum(0)
+        return total / len(x)
+
+    def frame(self, k, x, y, g2):
+        """Constants of layer `k`, and the two variances that measure its units and their steps."""
+        layer, met = self.layers[k], rows(self.layers[k], x, y)
+        first = self.moments[k].weight == 0
+        beta2 = torch.ones(units(layer)).double() / math.sqrt(fan_in(layer) * sharing(layer, x, y))
+        if self.coordinates == "fan-in":
+            one = torch.ones(met.shape[1]).double()
+            return Constants(0 * one, one, beta2.sqrt()), one, one
+        mean, var = mean_var(met) if first else self.moments[k].mean_var()
+        q = ((met - mean) ** 2).mean(0)
+        m = var if self.fresh_max is None else fresh_max(var, q, self.fresh_max)
+        floor = self.damping * m.mean()
+        if self.coordinates == "canonical":
+            beta2 = 1 / damped(g2 if first else self.g2[k].mean_var()[0], self.damping)
+        spread = m + floor
+        return Constants(mean, spread.rsqrt(), beta2.sqrt()), spread, torch.maximum(var, q) + floor
+
+    def moved(self, k, c, x, t, energy):
+        """Weight and bias of layer `k` after a step on v, before any trust radius."""
+
+        def loss(weight, biases):
+            w, b = [*self.w], [*self.b]
+            w[k], b[k] = weight, biases[0] if biases else self.b[k]
+            return energy(self.run(x, w, b)[1], t).mean()
+
+        layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
+        grads, leaves = gradient_on_v(loss, layer, self.w[k], biases, c)
+        if self.buffers[k] is not None:
+            grads = [self.momentum * old + new for old, new in zip(self.buffers[k], grads, strict=True)]
+        self.buffers[k] = grads
+        v, *v0 = (leaf.detach() - self.lr * g for leaf, g in zip(leaves, grads, strict=True))
+        return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+
+    def held(self, k, dw, db, c, spread, fresh_spread):
+        """The trust factors of layer `k`; ones where there is no trust radius."""
+        if self.trust is None:
+            return torch.ones(units(self.layers[k])).double()
+        biases = [self.b[k]] if db else []
+        return trust_factors(self.layers[k], self.w[k], biases, dw, db, c.mu, spread, fresh_spread, self.trust)

@@ -1,0 +1,164 @@
+"""Models, the training loop, records and the choice of the best run."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evenstep.lab import records, summary
+from evenstep.lab.evaluate import evaluate
+from evenstep.lab.methods import METHODS
+from evenstep.lab.models import deep_net, paper_cnn
+from evenstep.lab.train import linear_decay, train
+from evenstep.lab.trial import Trial, run
+from small_images import small_arrays
+
+
+def tiny_model(channels=3):
+    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16 * channels, 8), nn.ReLU(), nn.Linear(8, 10))
+
+
+def test_paper_cnn_is_the_papers():
+    model = paper_cnn(channels=3)
+    shapes = [tuple(p.shape) for p in model.parameters() if p.dim() > 1]
+    assert shapes == [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert paper_cnn(1, width=2)(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
+
+
+def test_deep_net_has_nine_layers():
+    model = deep_net(batch_norm=True, he=True)
+    outputs = [p.shape[0] for p in model.parameters() if p.dim() > 1]
+    assert outputs == [64, 64, 128, 128, 256, 256, 512, 512, 10]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    wide = model[-1].weight
+    assert wide.std().item() == pytest.approx(math.sqrt(2 / 512), rel=0.1) and model[-1].bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize("build", [paper_cnn, deep_net])
+def test_batch_norm_stands_before_every_relu_and_not_at_the_end(build):
+    modules = list(build(batch_norm=True))
+    before = [modules[i - 1] for i, m in enumerate(modules) if isinstance(m, nn.ReLU)]
+    assert all(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in before)
+    assert isinstance(modules[-1], nn.Linear)
+    assert sum(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in modules) == len(before)
+
+
+def test_training_equals_an_explicit_loop():
+    arrays = small_arrays(count=10)
+    torch.manual_seed(0)
+    model, twin = tiny_model(), tiny_model()
+    twin.load_state_dict(model.state_dict())
+    rows = train(model, torch.optim.SGD(model.parameters(), lr=0.1), arrays, epochs=2, batch_size=4, seed=5)
+
+    generator = torch.Generator().manual_seed(5)
+    x = (arrays.train_x.float() - arrays.mean_std[0]) / arrays.mean_std[1]
+    for row in rows:
+        total = 0.0
+        order = torch.randperm(10, generator=generator)
+        for part in (order[:4], order[4:8], order[8:]):
+            loss = functional.cross_entropy(twin(x[part]), arrays.train_y[part])
+            gradients = torch.autograd.grad(loss, list(twin.parameters()))
+            for p, g in zip(twin.parameters(), gradients, strict=True):
+                p.data -= 0.1 * g
+            total += loss.item() * len(part)
+        assert row["train_loss"] == pytest.approx(total / 10, rel=1e-5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_callbacks_and_schedule_see_every_step():
+    arrays, model = small_arrays(count=10), tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    steps, epochs, rates = [], [], []
+    train(
+        model,
+        optimizer,
+        arrays,
+        epochs=2,
+        batch_size=5,
+        seed=0,
+        on_epoch=lambda row: epochs.append(row["epoch"]),
+        on_step=lambda step, loss: (steps.append(step), rates.append(optimizer.param_groups[0]["lr"])),
+        schedule=linear_decay,
+        augment=True,
+    )
+    assert steps == [0, 1, 2, 3] and epochs == [1, 2]
+    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
+
+
+def test_divergence_ends_training_and_is_marked():
+    arrays, model = small_arrays(), tiny_model()
+    rows = train(model, torch.optim.SGD(model.parameters(), lr=1e30), arrays, epochs=5, batch_size=2, seed=0)
+    assert rows[-1]["diverged"] and len(rows) < 5
+    assert not any(row["diverged"] for row in rows[:-1])
+
+
+def test_evaluation_measures_loss_accuracy_and_dead_units():
+    arrays, model = small_arrays(channels=3), nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())
+    model = model.append(nn.Linear(4 * 30 * 30, 5)).append(nn.ReLU()).append(nn.Linear(5, 10)).train()
+    with torch.no_grad():
+        model[0].weight[1].zero_()
+        model[0].bias[1] = -1.0
+        model[3].bias[:2] = -1e6
+    result = evaluate(model, arrays, batch_size=3)
+    assert result["dead_share"] == pytest.approx(3 / 9)
+    assert model.training and not any(m._forward_hooks for m in model.modules())
+    with torch.no_grad():
+        output = model(arrays.normalize(arrays.test_x))
+    assert result["test_accuracy"] == pytest.approx((output.argmax(1) == arrays.test_y).float().mean().item())
+    assert result["test_loss"] == pytest.approx(functional.cross_entropy(output, arrays.test_y).item(), rel=1e-5)
+
+
+def test_evaluation_of_a_net_without_relu():
+    assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), small_arrays())["dead_share"] == 0.0
+
+
+def test_records_survive_the_file_with_null_for_nan(tmp_path):
+    path = tmp_path / "records.jsonl"
+    made = records.make({"lr": 0.1, "grid": (1, 2)}, 3, [{"train_loss": math.nan, "diverged": True}])
+    records.append(path, made)
+    records.append(path, made)
+    assert records.read(path) == [made, made] and len(path.read_text().splitlines()) == 2
+    assert made["metrics"][0]["train_loss"] is None and made["config"]["grid"] == [1, 2] and made["seed"] == 3
+    assert {"torch", "device", "threads"} <= made["environment"].keys() and {"commit", "time"} <= made.keys()
+
+
+def test_a_broken_record_is_named(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a JSON record"):
+        records.read(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(method):
+    trial = Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5)
+    record = run(trial, small_arrays(channels=1))
+    assert record["config"]["method"] == method and record["config"]["data"] == "random"
+    assert len(record["metrics"]) == 1 and not record["metrics"][0]["diverged"]
+    json.dumps(record, allow_nan=False)
+
+
+def test_same_trial_same_numbers_and_options_reach_the_optimizer():
+    def losses(**options):
+        record = run(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
+        return [row["train_loss"] for row in record["metrics"]]
+
+    assert losses() == losses()
+    assert losses() != losses(momentum=0.9)
+
+
+def fake_record(method, lr, loss, diverged=False):
+    row = {"epoch": 1, "train_loss": loss, "diverged": diverged}
+    return {"config": {"method": method, "lr": lr}, "metrics": [row]}
+
+
+def test_best_run_is_the_lowest_that_did_not_diverge():
+    found = [fake_record("sg", 1.0, None, True), fake_record("sg", 0.1, 0.4), fake_record("sg", 0.01, 0.9)]
+    best = summary.best_runs([*found, fake_record("adam", 1e-3, 0.7), fake_record("adam", 1e-2, 0.1, True)])
+    assert best["sg"].record is found[1] and not best["sg"].at_edge
+    assert best["adam"].record["config"]["lr"] == 1e-3 and best["adam"].at_edge

@@ -1,0 +1,438 @@
+"""Properties that hold for any shape, order, split and layout, against loops and explicit coordinates."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import vmap
+from torch.testing import assert_close
+
+import evenstep
+import oracle
+from cases import LAYERS, OPTIMIZERS, is_conv
+from evenstep import constants, coordinates, guards, moments, stepsize, update
+
+PAPER = {"fresh_max": None, "trust": None}
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def seeds():
+    return st.integers(0, 2**31)
+
+
+# Random layers against loops
+
+
+@st.composite
+def linears(draw):
+    """A Linear and the shape of its input, with up to two dimensions of positions."""
+    n, m = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    between = draw(st.lists(st.integers(1, 3), max_size=2))
+    return partial(nn.Linear, n, m), (draw(st.integers(1, 4)), *between, n)
+
+
+@st.composite
+def convolutions(draw):
+    """A convolution of one to three dimensions, transposed or not, and the shape of an input it accepts."""
+    rank = draw(st.integers(1, 3))
+    transposed = draw(st.booleans())
+    groups = draw(st.integers(1, 3))
+    channels, outputs = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    kernel, stride, dilation = (
+        tuple(draw(st.integers(1, top)) for _ in range(rank)) for top in (3, 3, 2)
+    )
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    padding = tuple(draw(st.integers(0, min(2, r))) for r in reach)
+    size = [draw(st.integers(r + 1, r + 3)) if not transposed else draw(st.integers(2, 4)) for r in reach]
+    cls = getattr(nn, f"Conv{'Transpose' if transposed else ''}{rank}d")
+    build = partial(cls, channels, outputs, kernel, stride, padding, dilation=dilation, groups=groups)
+    if transposed:
+        # torch wants an output_padding below stride or dilation, and an output of at least one position
+        extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+        build = partial(build, output_padding=tuple(extra))
+    return build, (draw(st.integers(1, 3)), channels, *size)
+
+
+def step_and_truth(build, shape, dtype):
+    """A first step of WhitenedSGD from zero weights on a linear loss, the truth by loops, and the size of rounding."""
+    layer = build().to(dtype)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+    optimizer = evenstep.WhitenedSGD(layer, lr=0.5, damping=0.1, **PAPER)
+    x = (0.5 + torch.randn(shape)).to(dtype)
+    y = layer(x)
+    g = torch.randn(y.shape).to(dtype)
+    ((y.double() * g.double()).sum() / len(x)).backward()
+    optimizer.step()
+    x, g = x.double(), g.double()
+    mean, var = oracle.mean_var(oracle.rows(layer, x, y))
+    spread = oracle.damped(var, 0.1)
+    beta = torch.ones(oracle.units(layer)).double() * (oracle.fan_in(layer) * oracle.sharing(layer, x, y)) ** -0.25
+    # an input that never varies in a layer where none does: α² = 0
+    alpha = torch.where(spread > 0, spread, math.inf).rsqrt()
+    c = oracle.Constants(mean, alpha, beta)
+    truth = oracle.quasi_diagonal(layer, *oracle.naive_gradients(layer, x, g, mean), c)
+    sizes = oracle.naive_gradients(layer, x.abs(), g.abs(), -mean.abs())
+    scale = oracle.quasi_diagonal(layer, *sizes, c._replace(mu=-mean.abs()))
+    return layer, [-0.5 * t for t in truth], [0.5 * t for t in scale]
+
+
+def assert_within_rounding(layer, truth, scale, dtype):
+    """Errors below `dtype`'s rounding, measured on the same sums without their signs."""
+    factor = {torch.float64: 1e4, torch.float32: 1e3, torch.bfloat16: 4}[dtype]
+    for p, expected, size in zip((layer.weight, layer.bias), truth, scale, strict=True):
+        error = (p.detach().double() - expected).abs()
+        assert (error <= factor * torch.finfo(dtype).eps * size + 1e-30).all(), (error / size).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@given(case=linears(), seed=seeds())
+def test_any_linear_follows_the_loop(dtype, case, seed):
+    torch.manual_seed(seed)
+    assert_within_rounding(*step_and_truth(*case, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@given(case=convolutions(), seed=seeds())
+def test_any_convolution_follows_the_loop(dtype, case, seed):
+    """Any rank, groups, stride, dilation, padding, transposed or not: sums over examples, positions, offsets."""
+    torch.manual_seed(seed)
+    assert_within_rounding(*step_and_truth(*case, dtype), dtype)
+
+
+# Order
+
+
+def train(optimizer, model, batches):
+    """Steps on the mean of log cosh over each batch."""
+    for x, t in batches:
+        optimizer.zero_grad()
+        oracle.log_cosh(model(x), t).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(seed=seeds(), conv=st.booleans())
+@settings(max_examples=5)
+def test_permuting_inputs_or_units_permutes_the_update(name, seed, conv):
+    torch.manual_seed(seed)
+    layer = (nn.Conv2d(4, 3, 2) if conv else nn.Linear(4, 3)).double()
+    at = (5, 4, 3, 3) if conv else (5, 4)
+    to = (5, 3, 2, 2) if conv else (5, 3)
+    batches = [(randn(*at) + k, randn(*to)) for k in range(3)]
+    inputs, units = torch.randperm(4), torch.randperm(3)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight[units][:, inputs])
+        twin.bias.copy_(layer.bias[units])
+    train(OPTIMIZERS[name].build(layer), layer, batches)
+    train(OPTIMIZERS[name].build(twin), twin, [(x[:, inputs], t[:, units]) for x, t in batches])
+    assert_close(twin.weight, layer.weight[units][:, inputs], rtol=1e-9, atol=1e-10)
+    assert_close(twin.bias, layer.bias[units], rtol=1e-9, atol=1e-10)
+
+
+def mixed_network():
+    """Every kind of block: convolutions, a tensor without layer, linear layers with and without bias."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.LayerNorm(3), nn.Conv2d(2, 4, 2, groups=2),
+        nn.Flatten(), nn.Linear(16, 4, bias=False), nn.Tanh(), nn.Linear(4, 3),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(seed=seeds(), sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4))
+@settings(max_examples=5)
+def test_micro_batches_of_any_sizes_give_the_update_of_the_whole(name, seed, sizes):
+    """Each micro-batch's loss is divided by the size of the whole batch."""
+    torch.manual_seed(seed)
+    total = sum(sizes)
+    model = mixed_network()
+    twin = copy.deepcopy(model)
+    batches = [(randn(total, 2, 3, 3) + k, randn(total, 3)) for k in range(3)]
+    train(OPTIMIZERS[name].build(model), model, batches)
+    optimizer = OPTIMIZERS[name].build(twin)
+    for x, t in batches:
+        optimizer.zero_grad()
+        for part, target in zip(x.split(sizes), t.split(sizes), strict=True):
+            (oracle.log_cosh(twin(part), target).sum() / total).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(q, p, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_channels_last_equals_contiguous(name):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2, groups=2)).double()
+    twin = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    batches = [(randn(4, 3, 4, 4) + k, randn(4, 2, 5, 5)) for k in range(3)]
+    train(OPTIMIZERS[name].build(model), model, batches)
+    wide = [(x.to(memory_format=torch.channels_last), t) for x, t in batches]
+    train(OPTIMIZERS[name].build(twin), twin, wide)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(q, p, rtol=1e-9, atol=1e-11)
+    assert twin[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# Explicit coordinates
+
+
+@st.composite
+def odd_layers(draw):
+    """Layers whose coordinates are easy to get wrong, and how their bias is trained."""
+    name = draw(st.sampled_from(sorted(LAYERS)))
+    return name, draw(st.sampled_from(["trained", "frozen"]))
+
+
+@given(case=odd_layers(), seed=seeds(), damping=st.sampled_from([0.0, 0.3]), momentum=st.sampled_from([0.0, 0.8]))
+@settings(max_examples=60)
+def test_steps_are_autograds_on_explicit_coordinates(case, seed, damping, momentum):
+    """Padding, sequences, no bias, a frozen bias, transposed convolutions: three steps on v, constants moving."""
+    torch.manual_seed(seed)
+    name, bias = case
+    layer = LAYERS[name].layer()
+    model = nn.Sequential(layer, nn.Tanh())
+    if layer.bias is not None and bias == "frozen":
+        layer.bias.requires_grad_(False)
+    reference = oracle.OnV(model, lr=0.2, damping=damping, momentum=momentum, decay=0.7)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.2, damping=damping, momentum=momentum, decay=0.7, **PAPER)
+    batches = [(LAYERS[name].inputs(4), randn(4, *model(LAYERS[name].inputs(1)).shape[1:])) for _ in range(3)]
+    train(optimizer, model, batches)
+    for x, t in batches:
+        reference.step(x, t)
+    assert_close(layer.weight.detach(), reference.w[0], rtol=1e-8, atol=1e-9)
+    if layer.bias is not None:
+        assert_close(layer.bias.detach(), reference.b[0], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear-sequence"])
+@pytest.mark.parametrize("positions", [1, 4, 7])
+def test_sharing_of_a_sequence_is_its_length(name, positions):
+    """S is the number of positions, so β² = 1/√(n·T) in the step's fan-in part."""
+    layer = nn.Linear(3, 2).double()
+    x = randn(5, 3) if name == "linear" else randn(5, positions, 3)
+    old, optimizer = copy.deepcopy(layer), evenstep.FanInSGD(layer, lr=1.0)
+    layer(x).square().sum().backward()
+    optimizer.step()
+    shared = 1 if name == "linear" else positions
+    assert_close(old.weight - layer.weight, layer.weight.grad / math.sqrt(3 * shared))
+
+
+# Guards
+
+
+@given(
+    seed=seeds(),
+    name=st.sampled_from(["linear", "linear-biasless", "padded-zeros", "grouped", "transposed-grouped"]),
+    shock=st.sampled_from([1.0, 0.03, 30.0]),
+)
+@settings(max_examples=30)
+def test_guards_follow_their_definition(seed, name, shock):
+    """Fresh-max and trust radius together, through WhitenedSGD, against loops over inputs and units."""
+    torch.manual_seed(seed)
+    case = LAYERS[name]
+    model = nn.Sequential(case.layer(), nn.Tanh())
+    keywords = {"lr": 0.5, "damping": 0.1, "fresh_max": 2.0, "trust": 0.1, "momentum": 0.5}
+    reference = oracle.OnV(model, **keywords)
+    optimizer = evenstep.WhitenedSGD(model, **keywords)
+    inputs = [case.inputs(4), case.inputs(4), shock * case.inputs(4)]
+    batches = [(x, randn(4, *model(x).shape[1:])) for x in inputs]
+    train(optimizer, model, batches)
+    for x, t in batches:
+        reference.step(x, t)
+    assert_close(model[0].weight.detach(), reference.w[0], rtol=1e-8, atol=1e-9)
+    if model[0].bias is not None:
+        assert_close(model[0].bias.detach(), reference.b[0], rtol=1e-8, atol=1e-9)
+
+
+def test_guards_that_do_not_fire_change_nothing():
+    """With loose guards the steps are those without guards, bit for bit."""
+    model = mixed_network()
+    twin = copy.deepcopy(model)
+    batches = [(randn(8, 2, 3, 3), randn(8, 3)) for _ in range(3)]
+    train(evenstep.WhitenedSGD(model, lr=0.1, fresh_max=1e6, trust=1e6), model, batches)
+    train(evenstep.WhitenedSGD(twin, lr=0.1, **PAPER), twin, batches)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_trust_radius_bounds_the_relative_step_after_a_shock():
+    """A unit rescaled by κ (function unchanged) moves the layer after it by at most c of every unit's length."""
+    first, second = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+    model = nn.Sequential(first, nn.ReLU(), second)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, trust=0.1, fresh_max=None)
+    train(optimizer, model, [(randn(16, 4), randn(16, 3)) for _ in range(5)])
+    x, t = randn(16, 4), randn(16, 3)
+    before = model(x)
+    with torch.no_grad():
+        first.weight[2] *= 100
+        first.bias[2] *= 100
+        second.weight[:, 2] /= 100
+    assert_close(model(x), before)
+    state, old = optimizer.state[second.weight], copy.deepcopy(second)
+    mu, var = state["mx"].clone(), state["vx"].clone()
+    hidden = torch.relu(first(x)).detach()
+    train(optimizer, model, [(x, t)])
+    floor = 0.1 * var.mean()
+    fresh = torch.maximum(var, ((hidden - mu) ** 2).mean(0)) + floor
+    dw, db = (second.weight - old.weight).detach(), (second.bias - old.bias).detach()
+    w, b = old.weight.detach(), old.bias.detach()
+    moved = ((db + dw @ mu) ** 2 + dw**2 @ fresh).sqrt()
+    length = ((b + w @ mu) ** 2 + w**2 @ (var + floor)).sqrt()
+    assert (moved <= 0.1 * length * (1 + 1e-9)).all() and (moved > 0.099 * length).any()
+
+
+# Moments
+
+
+@given(seed=seeds(), decay=st.sampled_from([0.0, 0.5, 0.95]), batches=st.integers(1, 6))
+def test_streamed_moments_equal_the_papers_two_averages(seed, decay, batches):
+    """In float64 the kept mean and variance are mx and mx2 − mx² of the paper's loop, weights normalized."""
+    torch.manual_seed(seed)
+    running = moments.Running(torch.zeros(3).double(), torch.zeros(3).double(), torch.zeros(()).double())
+    truth, centre = oracle.Moments(decay), randn(3)
+    for k in range(batches):
+        x = randn(torch.randint(1, 5, ()).item(), 3) + k
+        truth.update(x)
+        sums = moments.Sums(torch.tensor(float(len(x))).double(), *moments.sum_about(x, centre, dim=1))
+        running = update.moments_after(running, sums, centre, decay=decay)
+    mean, var = truth.mean_var()
+    assert_close(running.mx, mean, rtol=1e-9, atol=1e-9)
+    assert_close(running.vx, var, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 3), (16, 7, 3)])
+def test_huge_mean_over_tiny_variance(shape, dtype):
+    """Mean 1000 and variance 1 in low precision: hooks and running average keep the variance to a percent.
+
+    E[x²] − E[x]² would not: in float32 it is off by whole multiples of 1/8 here.
+    """
+    layer = nn.Linear(3, 2).to(dtype)
+    optimizer = evenstep.WhitenedSGD(layer, lr=0.0, decay=0.5)
+    truth = oracle.Moments(0.5)
+    for _ in range(6):
+        x = (1000 + torch.randn(shape)).to(dtype)
+        layer(x).sum().backward()
+        optimizer.step()
+        truth.update(x.double().reshape(-1, 3))
+    mean, var = truth.mean_var()
+    state = optimizer.state[layer.weight]
+    assert state["vx"].dtype == torch.float32
+    assert_close(state["mx"].double(), mean, rtol=1e-6, atol=0)
+    assert_close(state["vx"].double(), var, rtol=0.01, atol=0)
+
+
+def test_batches_may_differ_in_size():
+    """Batches weigh the same in the running average whatever their size (§2.3), rows weigh the same in a batch."""
+    layer = nn.Linear(3, 2).double()
+    optimizer, truth = evenstep.WhitenedSGD(layer, lr=0.0, decay=0.8), oracle.Moments(0.8)
+    for size in (7, 1, 3):
+        x = randn(size, 3)
+        truth.update(x)
+        layer(x).sum().backward()
+        optimizer.step()
+    assert_close(optimizer.state[layer.weight]["vx"], truth.mean_var()[1])
+
+
+# vmap
+
+
+def as_loop(f, count):
+    """What `vmap(f)` should give, by a Python loop over the first dimension."""
+
+    def looped(*args):
+        results = [f(*(a[k] for a in args)) for k in range(count)]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results)
+        return tuple(torch.stack(column) for column in zip(*results, strict=True))
+
+    return looped
+
+
+def flat(value):
+    """A function's result as a flat tuple of tensors, nested tuples opened and None left out."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(t for part in value if part is not None for t in flat(part))
+
+
+G, M, N, K = 2, 3, 4, 5  # groups, units, inputs, kernel
+
+
+def layer_update(weight, bias, weight_grad, bias_grad, rows, mx, vx, mass, lr):
+    """Everything the core does for one layer in one step, each piece once."""
+    running, centre = moments.Running(mx, vx, mass), mx + 0.1
+    count = torch.tensor(float(rows.shape[0])).double()
+    first, second = moments.sum_about(rows.flatten(1), centre.flatten(), dim=1)
+    sums = moments.Sums(count, first.view_as(mx), second.view_as(mx))
+    beta2 = constants.geometry_beta2(N * K, torch.tensor(9.0).double())
+    frame = update.moving_frame(running, sums, centre, beta2, damping=0.1, fresh_max=1.0)
+    on_weight, on_bias = update.gradient_on_v(weight_grad, bias_grad.unsqueeze(0), frame)
+    steps = update.step_on_w(-lr * on_weight, -lr * on_bias, frame)
+    held = update.within_trust(weight, bias.unsqueeze(0), *steps, frame, radius=0.1, floor=1e-3)
+    alone = update.step_on_w(update.gradient_on_v(weight_grad, None, frame)[0], None, frame)
+    return flat((frame, steps, held, alone, update.moments_after(running, sums, centre, decay=0.9)))
+
+
+CORE = {
+    "layer update": (
+        layer_update,
+        lambda: (randn(G, M, N, K), randn(G, M), randn(G, M, N, K), randn(G, M), randn(7, G, N), randn(G, N),
+                 randn(G, N).exp(), torch.rand(()).double(), torch.rand(()).double()),
+    ),
+    "batch moments": (
+        lambda f, s, c: flat(moments.batch_moments(moments.Sums(torch.tensor(3.0).double(), f, s), c)),
+        lambda: (randn(N), 50 + randn(N), randn(N)),
+    ),
+    "add zeros": (
+        lambda f, s, z, c: flat(moments.add_zeros(moments.Sums(torch.tensor(3.0).double(), f, s), z, c)),
+        lambda: (randn(N), randn(N), torch.rand(()).double(), randn(N)),
+    ),
+    "canonical": (
+        lambda x, v, g: flat(constants.canonical(x, v, g, 0.1)),
+        lambda: (randn(G, N), randn(G, N).exp(), randn(G, M).exp()),
+    ),
+    "canonical_mg2": (
+        lambda g, b: flat([constants.canonical_mg2(g, b, r) for r in ("mean", "sum")]),
+        lambda: (randn(M).exp(), torch.rand(()).double() * 9),
+    ),
+    "coordinates": (
+        lambda w, b, x, a, c: flat(
+            coordinates.gradient_to_v(w, b, constants.Constants(x, a, c))
+            + coordinates.step_to_w(w, b, constants.Constants(x, a, c))
+        ),
+        lambda: (randn(G, M, N, K), randn(G, M), randn(G, N), randn(G, N).exp(), randn(G, M).exp()),
+    ),
+    "eq. 9": (lambda g, n: stepsize.trust_step(g, n, 0.3), lambda: (randn(M, N).exp(), randn(M, N).exp())),
+    "eq. 10": (lambda g, n: stepsize.trust_step(g, n, 0.3, dim=1), lambda: (randn(M, N).exp(), randn(M, N).exp())),
+    "eq. 11": (lambda g, r: stepsize.normalized(g, r, 1e-3), lambda: (randn(M, N), randn(M, N).exp())),
+    "unit square": (stepsize.unit_square, lambda: (randn(G, M, N, K), randn(G, M))),
+    "fresh max": (lambda v, q: guards.fresh_max(v, q, 4.0), lambda: (randn(N).exp(), 4 * randn(N).exp())),
+    "running mean": (
+        lambda a, v, m: moments.fold_mean(a, v, m, 0.9), lambda: (randn(N), randn(N), torch.rand(()).double())
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_is_the_same_under_vmap(name):
+    """Many layers, or many stepsizes, at once: as a Python loop over them."""
+    f, draw = CORE[name]
+    args = [torch.stack(column) for column in zip(*(draw() for _ in range(3)), strict=True)]
+    assert_close(flat(vmap(f)(*args)), flat(as_loop(f, 3)(*args)))
+
+
+def test_conv_cases_are_convolutions():
+    """The table's inputs put channels where each layer has them."""
+    for name, case in LAYERS.items():
+        layer, x = case.layer(), case.inputs(2)
+        inputs = layer.in_channels if is_conv(layer) else layer.in_features
+        assert x.shape[1 if is_conv(layer) else -1] == inputs, name
