@@ -47,9 +47,12 @@ EXPERIMENTS = {
         *grid("batch-norm", [0.02, 0.05, 0.1, 0.2, 0.5, 1], epochs=20),
         *grid("adam", [3e-4, 6e-4, 1.2e-3, 2.5e-3, 5e-3], epochs=20),
         *grid("rmsprop", [1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3], epochs=20),
-        *grid("whitening", [0.05, 0.1, 0.2, 0.4, 0.8, 1.6], epochs=20, options=PAPER),
+        *grid("whitening", [0.025, 0.05, 0.1, 0.2, 0.4, 0.8], epochs=20, options=PAPER),
+        *grid("whitening", [0.05, 0.1, 0.2, 0.4, 0.8], epochs=20, options={**PAPER, "damping": 0.03}),
         *grid("canonical", [3e-5, 1e-4, 3e-4, 1e-3, 3e-3], epochs=20, options=PAPER),
-        *grid("whitening", [0.05, 0.1, 0.2, 0.4, 0.8, 1.6], epochs=20),
+        *grid("canonical", [3e-5, 1e-4, 3e-4, 1e-3], epochs=20, options={**PAPER, "damping": 0.1}),
+        *grid("canonical", [1e-4, 3e-4, 1e-3, 3e-3], epochs=20),
+        *grid("whitening", [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4], epochs=20),
         *grid("evenstep", [0.0125, 0.025, 0.05, 0.1, 0.2], epochs=20),
         *grid("whitened-adam", [3e-4, 1e-3, 3e-3], epochs=20),
     ],
@@ -62,6 +65,23 @@ EXPERIMENTS = {
         *grid("batch-norm", [0.02, 0.05, 0.1, 0.2], **HE, options=BN),
         *grid("adam", [3e-4, 6e-4, 1.2e-3], **HE),
         *grid("whitening", [0.2, 0.4, 0.8, 1.6, 3.2], **HE),
+    ],
+    # which settings of EvenStep, Whitened(AdamW) and Whitened(Muon) serve the deep net best
+    "variants": [
+        t
+        for options in [{"fresh_max": 1.0}, {"decay": 0.99}, {"damping": 0.3}, {"decay": 0.99, "damping": 0.3},
+                        {"trust": 0.05}, {"fresh_max": 1.0, "decay": 0.99, "damping": 0.3}, {"momentum": 0.8}]
+        for t in grid("evenstep", [0.03, 0.06], **HE, options=options)
+    ] + [
+        *grid("evenstep-beta", [0.1, 0.2, 0.4], **HE),
+        *grid("whitened-adam", [6e-4, 1.2e-3, 2.4e-3], **HE, options={"damping": 0.3}),
+        *grid("whitened-adam", [1.2e-3, 2.4e-3], **HE, options={"damping": 0.3, "decay": 0.99}),
+        *grid("whitened-adam", [1.2e-3, 2.4e-3], **HE, options={"damping": 0.3, "fresh_max": 1.0}),
+        *grid("whitened-adam", [1.2e-3, 2.4e-3], **HE, options={"damping": 1.0}),
+        *grid("whitened-muon", [0.005, 0.01], **HE, options={"decay": 0.99}),
+        *grid("whitened-muon", [0.005, 0.01], **HE, options={"damping": 1.0, "decay": 0.99}),
+        *grid("whitened-muon", [0.005, 0.01], **HE, options={"damping": 100.0}),
+        *grid("muon", [0.007, 0.014], **HE),
     ],
 }  # fmt: skip
 

@@ -90,7 +90,5 @@ LAYERS = {
     "transposed-cropped": LayerCase(lambda: nn.ConvTranspose1d(3, 2, 3, padding=2), (3, 6)),
     "linear-biasless": LayerCase(lambda: nn.Linear(4, 3, bias=False), (4,)),
     "conv2d-biasless": LayerCase(lambda: nn.Conv2d(4, 6, 2, groups=2, bias=False), (4, 3, 3)),
-    "transposed-biasless": LayerCase(
-        lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, groups=2, bias=False), (4, 3, 3)
-    ),
+    "transposed-biasless": LayerCase(lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, groups=2, bias=False), (4, 3, 3)),
 }

@@ -239,9 +239,7 @@ def naive_gradients(layer, x, g, mu):
 def meets(layer, at, offset):
     """Where in the padded, or stuffed, input the kernel's `offset` falls for the output position `at`."""
     if isinstance(layer, TRANSPOSED):
-        return [
-            u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)
-        ]
+        return [u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)]
     return [u * s + d * o for u, s, d, o in zip(at, layer.stride, layer.dilation, offset, strict=True)]
 
 
@@ -406,5 +404,6 @@ class OnV:
         """The trust factors of layer `k`; ones where there is no trust radius."""
         if self.trust is None:
             return torch.ones(units(self.layers[k])).double()
-        biases = [self.b[k]] if db else []
+        # a frozen bias does not move, and is part of its unit
+        biases, db = ([], []) if self.b[k] is None else ([self.b[k]], db or [torch.zeros_like(self.b[k])])
         return trust_factors(self.layers[k], self.w[k], biases, dw, db, c.mu, spread, fresh_spread, self.trust)

@@ -102,8 +102,8 @@ def test_evaluation_measures_loss_accuracy_and_dead_units():
     model = model.append(nn.Linear(4 * 30 * 30, 5)).append(nn.ReLU()).append(nn.Linear(5, 10)).train()
     with torch.no_grad():
         model[0].weight[1].zero_()
-        model[0].bias[1] = -1.0
-        model[3].bias[:2] = -1e6
+        model[0].bias.copy_(torch.tensor([9.0, -1.0, 9.0, 9.0]))
+        model[3].bias.copy_(torch.tensor([-1e6, -1e6, 99.0, 99.0, 99.0]))
     result = evaluate(model, arrays, batch_size=3)
     assert result["dead_share"] == pytest.approx(3 / 9)
     assert model.training and not any(m._forward_hooks for m in model.modules())

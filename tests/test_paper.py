@@ -337,8 +337,9 @@ def test_eq11_is_no_longer_than_eta_by_jensen(eps):
 
 
 def two_layers():
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4)).double()
-    return model, lambda scale=1.0: (scale * randn(5, 2, 3, 3), randn(5, 4))
+    """A grouped transposed convolution and a linear layer, eight units in all, and batches for them."""
+    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)).double()
+    return model, lambda scale=1.0: (scale * randn(5, 4, 2, 2), randn(5, 4))
 
 
 def unit_steps(model, before):
@@ -347,7 +348,8 @@ def unit_steps(model, before):
     for layer, old in zip(model, before, strict=True):
         if isinstance(layer, oracle.LAYERS):
             dw, db = (layer.weight - old.weight).detach(), (layer.bias - old.bias).detach()
-            moved += [torch.cat([db[j : j + 1], dw[j].flatten()]) for j in range(len(db))]
+            unit = oracle.places(layer)[1]
+            moved += [torch.cat([db[j : j + 1], dw[unit == j]]) for j in range(len(db))]
     return moved
 
 
@@ -366,7 +368,7 @@ def test_eq10_for_a_network_has_length_eta_per_unit():
     for scale in (1.0, 10.0):
         before = copy.deepcopy(model)
         train(optimizer, model, [batch(scale)])
-        assert_close([step.norm().item() for step in unit_steps(model, before)], [0.02] * 7)
+        assert_close([step.norm().item() for step in unit_steps(model, before)], [0.02] * 8)
 
 
 @pytest.mark.parametrize("block", ["network", "unit", "weight"])

@@ -18,6 +18,7 @@ from evenstep.lab import safe_pickle
 
 FASHION_FILE = "fashion-mnist-5000.npz.xz"
 FASHION_SHA256 = "cd5d79da25a9b026e6b1eb283d920cf53447189e511471269a59a33b3b57cb67"
+FASHION_NAME = "Fashion-MNIST (4,000 training images)"
 FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_PIXELS = 3 * 32 * 32
@@ -85,7 +86,7 @@ def fashion_mnist_subset(path: Path | None = None) -> Arrays:
             torch.from_numpy(arrays[key]) for key in ("train_x", "train_y", "test_x", "test_y")
         )
     train_x, test_x = (functional.pad(x[:, None], (2, 2, 2, 2)) for x in (train_x, test_x))
-    return Arrays(train_x, train_y.long(), test_x, test_y.long(), "Fashion-MNIST (5,000 images)", FASHION_CLASSES)
+    return Arrays(train_x, train_y.long(), test_x, test_y.long(), FASHION_NAME, FASHION_CLASSES)
 
 
 def cifar10(folder: Path | str, name: str = "CIFAR-10") -> Arrays:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from evenstep.lab import plots, records, usage
@@ -49,6 +49,8 @@ def main(options: Demo, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, ar
     if not path.exists():
         console.print("Stopped before the first run was finished: nothing to report.")
         return 130
+    if stopped:
+        console.print("Stopped: this is from the runs that were finished.")
     report(path, console)
     return 130 if stopped else 0
 
@@ -57,8 +59,9 @@ def main(options: Demo, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, ar
 def one_thread() -> Iterator[None]:
     """Let torch use one CPU thread for a while.
 
-    On batches this small a second thread gains a third at best, and when another program wants the core its
-    waiting made epochs 60 times slower. The sums, and so the figure, are also the same for any number of cores.
+    On batches this small a second thread saves a third of the time at best. On two cores with another torch
+    program running, the threads of both wait for each other, and an epoch took 40 times as long. The sums, and
+    so the figure, also do not depend on the number of cores then.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -82,18 +85,17 @@ def run_all(trials: Sequence[Trial], arrays: Arrays, device: torch.device, path:
                 progress.update(bar, completed=done)  # a run that diverged has fewer epochs
                 progress.console.print(_line(record), highlight=False)
         except KeyboardInterrupt:
-            progress.console.print(f"Stopped; {path} keeps the finished runs.")
             return True
     return False
 
 
-def _advance(progress: Progress, bar: object, trial: Trial) -> Callable[[Epoch], None]:
+def _advance(progress: Progress, bar: TaskID, trial: Trial) -> Callable[[Epoch], None]:
     """What to show after each epoch of `trial`."""
     title = f"{METHODS[trial.method].label}, stepsize {trial.lr:g}"
-    progress.update(bar, description=title)  # type: ignore[arg-type]
+    progress.update(bar, description=title)
 
     def show(row: Epoch) -> None:
-        progress.update(bar, advance=1, description=f"{title}: loss {row['train_loss']:.3f}")  # type: ignore[arg-type]
+        progress.update(bar, advance=1, description=f"{title}: loss {row['train_loss']:.3f}")
 
     return show
 

@@ -15,8 +15,9 @@ import evenstep
 class Method:
     """A row of the comparison.
 
-    `optimizer(model, lr=…, **options)` builds the optimizer, `graph_options` let it be captured in a CUDA graph; the default `stepsizes` are half a decade apart
-    and bracket the best one for the demo: the paper's CNN at batch 64 on the embedded images.
+    `optimizer(model, lr=…, **options)` builds the optimizer, `graph_options` let it be captured in a CUDA graph;
+    the default `stepsizes` are half a decade apart and bracket the best one for the demo: the paper's CNN at
+    batch 64 on the embedded images.
     """
 
     name: str
@@ -42,6 +43,12 @@ class PlainCoordinates(evenstep.Whitened):
     coordinates = "plain"
 
 
+class ScaledEvenStep(evenstep.EvenStep):
+    """EvenStep with the factor (n·S)^(−1/4) on each layer's step that a normalizing rule keeps of eq. 12's β."""
+
+    linear = True
+
+
 def _on_v(cls: type[evenstep.Whitened], base: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
     """A torch rule in the coordinates of `cls`."""
 
@@ -64,6 +71,7 @@ METHODS: dict[str, Method] = {
         Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
         Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),
         Method("evenstep", "EvenStep", evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2)),
+        Method("evenstep-beta", "EvenStep, β of eq. 12", ScaledEvenStep, (0.05, 0.1, 0.2, 0.4)),
         Method(
             "whitened-adam",
             "Adam, whitened",

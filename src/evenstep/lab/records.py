@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -46,7 +47,12 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file belongs to, "-dirty" if it was changed since; None outside a checkout."""
+    """Commit of the checkout this file belongs to, "-dirty" if it was changed since.
+
+    Where the files came without their history, EVENSTEP_COMMIT can name it; None if nothing does.
+    """
+    if "EVENSTEP_COMMIT" in os.environ:
+        return os.environ["EVENSTEP_COMMIT"]
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
