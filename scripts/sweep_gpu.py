@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 
 from evenstep.lab import records
-from evenstep.lab.data import cifar10
+from evenstep.lab.data import cifar10, text_file
 from evenstep.lab.graphed import run_together
 from evenstep.lab.trial import Trial
 
 PAPER = {"damping": 1e-3, "fresh_max": None, "trust": None}
 DEEP = {"model": "deep_net", "batch_size": 128, "augment": True, "epochs": 5}
 HE = {**DEEP, "model_options": {"he": True}, "decay_lr": True}
+TEXT = {"model": "transformer", "epochs": 4, "decay_lr": True}
 BN = {"momentum": 0.9}
+SLOW = {"decay": 0.99, "damping": 0.3}
+NEAR = [0.0125, 0.025, 0.035, 0.05, 0.07, 0.1]
 
 
 def grid(method: str, rates: list[float], **settings) -> list[Trial]:
@@ -83,6 +86,21 @@ EXPERIMENTS = {
         *grid("whitened-muon", [0.005, 0.01], **HE, options={"damping": 100.0}),
         *grid("muon", [0.007, 0.014], **HE),
     ],
+    # is one default stepsize of EvenStep near the best everywhere? linear decay, as users train
+    "defaults": [
+        *grid("evenstep", NEAR, epochs=10, decay_lr=True, options=SLOW),
+        *grid("evenstep", NEAR, **TEXT, options=SLOW),
+        *grid("evenstep", [0.05], **TEXT, options={**SLOW, "plain_lr": 0.005}),
+        *grid("evenstep", [0.05], **TEXT, options={**SLOW, "plain_lr": 0.5}),
+        *grid("adam", [1e-3, 2e-3, 4e-3], **TEXT),
+        *grid("whitened-adam", [5e-4, 1e-3, 2e-3], **TEXT, options=SLOW),
+        *grid("muon", [0.01, 0.02], **TEXT),
+        *grid("evenstep", NEAR, **HE, options=SLOW),
+        *grid("whitened-adam", [1.2e-3, 2.4e-3], **HE, options={**SLOW, "trust": None}),
+        *grid("whitened-adam", [1.2e-3, 2.4e-3], **HE, options={**SLOW, "trust": 0.3}),
+        *grid("whitened-adam", [1.2e-3], **HE, options={**SLOW, "trust": None, "fresh_max": 1.0}),
+        *grid("whitened-adam-beta", [0.006, 0.012], **HE, options=SLOW),
+    ],
 }  # fmt: skip
 
 
@@ -90,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--data", required=True, help="a folder with cifar-10-batches-py")
+    parser.add_argument("--text", help="a text file, for the transformer")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=1e9)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -98,12 +117,13 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     start = time.perf_counter()
-    arrays = cifar10(args.data, "CIFAR-10 (JPEG)")
+    sets = {"transformer": text_file(args.text)} if args.text else {}
+    images = cifar10(args.data, "CIFAR-10 (JPEG)")
     have = [r["config"] for r in records.read(args.out)] if args.out.exists() else []
     wanted = [Trial(**{**asdict(t), "seed": s}) for s in args.seeds for t in EXPERIMENTS[args.experiment]]
-    todo = [t for t in wanted if {**asdict(t), "data": arrays.name} not in have]
+    todo = [t for t in wanted if {**asdict(t), "data": sets.get(t.model, images).name} not in have]
     for key, same in itertools.groupby(todo, key=lambda t: (t.seed, t.epochs, t.batch_size, t.augment, t.model)):
-        members = list(same)
+        members, arrays = list(same), sets.get(key[-1], images)
         for k in range(0, len(members), args.chunk):
             if time.perf_counter() - start > args.budget:
                 print("out of budget; run again to go on", flush=True)

@@ -15,7 +15,7 @@ class OptimizerCase(NamedTuple):
     cls: type[torch.optim.Optimizer]
     keywords: dict[str, Any]
 
-    def build(self, model: nn.Module, **more: Any) -> Any:
+    def build(self, model: Any, /, **more: Any) -> Any:
         """The optimizer of this row on `model`."""
         return self.cls(model, **{**self.keywords, **more})
 
@@ -57,6 +57,13 @@ OPTIMIZERS = {
     "canonical-paper": OptimizerCase(
         evenstep.CanonicalSGD, {"lr": 0.01, "damping": 0.0, "fresh_max": None, "trust": None}
     ),
+    "evenstep": OptimizerCase(evenstep.EvenStep, {"lr": 0.02}),
+    "evenstep-decayed": OptimizerCase(evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
+    "whitened-sgd": OptimizerCase(
+        evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
+    ),
+    "whitened-adamw": OptimizerCase(evenstep.Whitened, {"base": torch.optim.AdamW, "lr": 0.01}),
+    "whitened-muon": OptimizerCase(evenstep.Whitened, {"base": torch.optim.Muon, "lr": 0.01}),
     "network": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "network"}),
     "unit": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "unit", "momentum": 0.9}),
     "weight": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "weight"}),

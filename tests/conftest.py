@@ -11,7 +11,7 @@ settings.register_profile(
     "evenstep",
     deadline=None,
     derandomize=True,
-    max_examples=15,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("evenstep")

@@ -269,6 +269,29 @@ def test_trust_radius_of_tied_weights_holds_for_every_bias():
     assert_close(held[model.two.bias], factor * dbiases[1])
 
 
+def test_tied_weight_with_a_bias_at_one_place_only_takes_the_biasless_form():
+    """No bias goes with every use of the weight, so none can be its x_0 = 1; the one there is moves alone."""
+
+    class OneBias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)) + 1)
+
+    model = OneBias().double()
+    w, b, x = model.one.weight.detach().clone(), model.one.bias.detach().clone(), randn(6, 3)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
+    assert treatments(optimizer) == {"one.weight": "whitened", "one.bias": "fan-in"}
+    moved = step(optimizer, model(x).square().mean())
+    met = torch.cat([x, torch.tanh(F.linear(x, w, b)) + 1])
+    inverse = torch.linalg.inv(oracle.surrogate(*oracle.mean_var(met), bias=False))
+    assert_close(moved[model.one.weight], -0.2 / math.sqrt(3 * 2) * model.one.weight.grad @ inverse)
+    assert_close(moved[model.one.bias], -0.2 / math.sqrt(3 * 2) * model.one.bias.grad)
+
+
 @pytest.mark.parametrize("block", ["network", "unit"])
 def test_blocks_of_tied_weights_have_length_eta(block):
     """A unit's block is its weights and all its biases, each counted once (eqs. 9 and 10)."""
@@ -295,6 +318,27 @@ def test_tied_convolutions_may_differ_in_stride():
     model = Strides().double()
     moved = step(evenstep.FanInSGD(model, lr=1.0), model(randn(4, 2, 9)).square().mean())
     assert_close(moved[model.one.weight], -model.one.weight.grad / math.sqrt(2 * 3 * (7 + 3)))
+
+
+def test_weight_shared_across_different_groups_is_plain():
+    """[2, 2, 1] joins two inputs to two units, or four inputs to two units in two groups: not one set of inputs."""
+    model = nn.Sequential(nn.Conv1d(4, 2, 1, groups=2), nn.Conv1d(2, 2, 1), nn.Conv1d(2, 3, 1)).double()
+    model[1].weight = model[0].weight
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1, **PAPER)
+    assert treatments(optimizer)["0.weight"] == "plain"
+    moved = step(optimizer, model(randn(5, 4, 3)).square().mean())
+    assert_close(moved[model[0].weight], -0.1 * model[0].weight.grad)
+
+
+def test_bias_shared_by_two_layers_is_plain_and_their_weights_take_the_biasless_form():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model[1].bias = model[0].bias
+    optimizer, x = evenstep.WhitenedSGD(model, lr=0.1, **PAPER), 2 + randn(6, 3)
+    assert treatments(optimizer) == {"0.weight": "whitened", "0.bias": "plain", "1.weight": "whitened"}
+    moved = step(optimizer, model(x).square().mean())
+    inverse = torch.linalg.inv(oracle.surrogate(*oracle.mean_var(x), bias=False))
+    assert_close(moved[model[0].weight], -0.1 / math.sqrt(3) * model[0].weight.grad @ inverse)
+    assert_close(moved[model[0].bias], -0.1 * model[0].bias.grad)
 
 
 def test_weight_shared_with_an_embedding_is_plain():

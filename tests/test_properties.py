@@ -251,6 +251,21 @@ def test_guards_follow_their_definition(seed, name, shock):
         assert_close(model[0].bias.detach(), reference.b[0], rtol=1e-8, atol=1e-9)
 
 
+def test_units_that_start_at_zero_are_measured_by_the_floor():
+    """s₀ stands in for a length of 0, so that a unit at zero can leave it."""
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        model[0].weight[:2].zero_()
+        model[0].bias[:2].zero_()
+    reference = oracle.OnV(model, lr=0.5, trust=0.1)
+    batches = [(1 + randn(6, 4), randn(6, 3)) for _ in range(2)]
+    train(evenstep.WhitenedSGD(model, lr=0.5, trust=0.1, damping=0.0, fresh_max=None), model, batches)
+    first, _ = (reference.step(x, t)[0] for x, t in batches)
+    assert (first[:2] < 0.01).all() and model[0].weight[:2].abs().min() > 0
+    assert_close(model[0].weight.detach(), reference.w[0])
+    assert_close(model[0].bias.detach(), reference.b[0])
+
+
 def test_guards_that_do_not_fire_change_nothing():
     """With loose guards the steps are those without guards, bit for bit."""
     model = mixed_network()
@@ -328,6 +343,18 @@ def test_huge_mean_over_tiny_variance(shape, dtype):
     assert_close(state["vx"].double(), var, rtol=0.01, atol=0)
 
 
+def test_huge_mean_after_a_small_one():
+    """Sums follow the running mean: inputs that drift from 0 to 10,000 keep their variance in float32."""
+    layer = nn.Linear(3, 2)
+    optimizer = evenstep.WhitenedSGD(layer, lr=0.0, decay=0.1)
+    for k in range(12):
+        x = (10_000 if k else 0) + torch.randn(64, 3)
+        layer(x).sum().backward()
+        optimizer.step()
+    # 12 batches after the jump its weight, 0.1 to the power of 11, is nothing
+    assert_close(optimizer.state[layer.weight]["vx"].double(), x.double().var(0), rtol=0.3, atol=0)
+
+
 def test_batches_may_differ_in_size():
     """Batches weigh the same in the running average whatever their size (§2.3), rows weigh the same in a batch."""
     layer = nn.Linear(3, 2).double()
@@ -375,7 +402,8 @@ def layer_update(weight, bias, weight_grad, bias_grad, rows, mx, vx, mass, lr):
     frame = update.moving_frame(running, sums, centre, beta2, damping=0.1, fresh_max=1.0)
     on_weight, on_bias = update.gradient_on_v(weight_grad, bias_grad.unsqueeze(0), frame)
     steps = update.step_on_w(-lr * on_weight, -lr * on_bias, frame)
-    held = update.within_trust(weight, bias.unsqueeze(0), *steps, frame, radius=0.1, floor=1e-3)
+    unit2 = update.unit_length2(weight, bias.unsqueeze(0), frame)
+    held = update.within_trust(unit2, *steps, frame, radius=0.1, floor=1e-3)
     alone = update.step_on_w(update.gradient_on_v(weight_grad, None, frame)[0], None, frame)
     return flat((frame, steps, held, alone, update.moments_after(running, sums, centre, decay=0.9)))
 
@@ -412,7 +440,7 @@ CORE = {
     "eq. 9": (lambda g, n: stepsize.trust_step(g, n, 0.3), lambda: (randn(M, N).exp(), randn(M, N).exp())),
     "eq. 10": (lambda g, n: stepsize.trust_step(g, n, 0.3, dim=1), lambda: (randn(M, N).exp(), randn(M, N).exp())),
     "eq. 11": (lambda g, r: stepsize.normalized(g, r, 1e-3), lambda: (randn(M, N), randn(M, N).exp())),
-    "unit square": (stepsize.unit_square, lambda: (randn(G, M, N, K), randn(G, M))),
+    "unit square": (stepsize.unit_square, lambda: (randn(G, M, N, K), randn(1, G, M))),
     "fresh max": (lambda v, q: guards.fresh_max(v, q, 4.0), lambda: (randn(N).exp(), 4 * randn(N).exp())),
     "running mean": (
         lambda a, v, m: moments.fold_mean(a, v, m, 0.9), lambda: (randn(N), randn(N), torch.rand(()).double())

@@ -5,8 +5,18 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 """
 
 from .coverage import Coverage
+from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
 from .whitened import Whitened
 
 __version__ = "0.1.0"
-__all__ = ["BlockNaturalSGD", "CanonicalSGD", "Coverage", "EvenStep", "FanInSGD", "Whitened", "WhitenedSGD"]
+__all__ = [
+    "BlockNaturalSGD",
+    "CanonicalSGD",
+    "Coverage",
+    "CurvatureMonitor",
+    "EvenStep",
+    "FanInSGD",
+    "Whitened",
+    "WhitenedSGD",
+]

@@ -56,6 +56,13 @@ class Block:
         rows = [tensor.reshape(groups, -1) for tensor in tensors]
         return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and biases of the layer in the core's shapes, what does not train included."""
+        if self.entry is None:
+            return self.matrix(self.weight), None
+        biases = [self.weight] if self.alone else [b for b in self.entry.biases if b is not None]
+        return self.entry.kind.matrix(self.entry.module, self.entry.weight), self.stack(biases)
+
     def unstack(self, biases: Tensor | None) -> list[Tensor]:
         """Back to the shapes of the biases."""
         return [] if biases is None else [row.flatten() for row in biases]

@@ -96,9 +96,14 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
             continue
         reason = wanted(join(path, slot.weight), weight) or why_shared(model, weight, kind, kind.groups(module))
         if reason:
-            reasons[id(weight)] = reason
+            reasons |= {id(p): reason for p in (weight, lookup(module, slot.bias)) if p is not None}
             continue
-        entries.setdefault(id(weight), Entry(kind, slot, int(second))).places.append((path, module))
+        entry = entries.setdefault(id(weight), Entry(kind, slot, int(second)))
+        entry.places.append((path, module))
+        bias = lookup(module, slot.bias)
+        if bias is not None and slot.bias is not None and (reason := wanted(join(path, slot.bias), bias)):
+            reasons[id(bias)] = reason
+            entry.slot = slot._replace(bias=None)
     return list(entries.values()), reasons
 
 
@@ -151,5 +156,5 @@ def why_plain(owner: nn.Module) -> str:
     if overrides_forward(owner):
         return f"{type(owner).__name__} has a forward of its own"
     if kind_of(owner) is not None:
-        return "not one layer's own"
+        return "not the bias of one layer alone"
     return f"no whitened form for {type(owner).__name__}"

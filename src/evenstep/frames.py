@@ -47,6 +47,15 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
     return update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
 
 
+def unit_length2(block: Block, frame: update.Frame) -> Tensor:
+    """‖u_j‖² of the block's units, parts of them that do not train included; [group, unit] as the block has them."""
+    weight, biases = block.whole()
+    if block.alone:  # its own frame has no inputs
+        frame = update.still_frame(frame.spread.new_empty(weight.shape[0], weight.shape[2]), frame.constants.beta2)
+        return update.unit_length2(weight, biases, frame).view(1, -1)
+    return update.unit_length2(weight, biases, frame)
+
+
 def commit(state: State, block: Block, stage: Stage | None, ok: Tensor | None) -> None:
     """Let the batch join the running moments, now that the step is made; `ok` masks a step that was not."""
     if stage is None or block.treatment == "plain":

@@ -21,11 +21,12 @@ class Stage:
     """What one entry's hooks have added up since the last step.
 
     `centre` is what sums are taken about: the running mean, or the first row seen (NaN: none yet). The tally counts
-    rows, rows of zeros, uses of the weight, examples; then three marks: seen in this forward, seen in this backward
-    (a recomputed forward), and whether the model's own forward announces itself.
+    rows, rows of zeros, uses of the weight, examples; then two marks: whether the layer was seen in this forward, and
+    whether the model's own forward announces itself. `fired` counts inputs raised, units held back and steps since
+    the start, `last` the same guards' work in the newest step with its largest relative step.
     """
 
-    TALLY = 7
+    TALLY = 6
 
     def __init__(self, inputs: int, units: int, like: Tensor, stuffed: bool) -> None:
         """Room for `inputs` inputs and the squared gradients of `units` units."""
@@ -33,20 +34,20 @@ class Stage:
         self.inputs, self.units, self.stuffed = inputs, units, stuffed
         self.flat = torch.zeros(2 * inputs + units + self.TALLY, dtype=dtype, device=like.device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
-        self.fired = torch.zeros(4, dtype=torch.float32, device=like.device)
+        self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
 
     def _name(self) -> None:
         sizes = [self.inputs, self.inputs, self.units, *[1] * self.TALLY]
         self.first, self.second, self.g2, *tally = torch.split(self.flat, sizes)
-        self.rows, self.zeros, self.applied, self.examples, self.seen, self.reseen, self.rooted = (
-            t.squeeze() for t in tally
-        )
+        self.rows, self.zeros, self.applied, self.examples, self.seen, self.rooted = (t.squeeze() for t in tally)
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         if self.flat.device != device:
-            self.flat, self.centre, self.fired = (t.to(device) for t in (self.flat, self.centre, self.fired))
+            self.flat, self.centre, self.fired, self.last = (
+                t.to(device) for t in (self.flat, self.centre, self.fired, self.last)
+            )
             self._name()
 
     def sums(self) -> Sums:
@@ -55,15 +56,12 @@ class Stage:
         return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
 
     def see(self, look: Look) -> None:
-        """Add one call. A forward recomputed in the backward counts only if its first run did not."""
+        """Add one call. Repeated calls within one forward of the model show the same examples again."""
         if look.x is not None:
             self.to(look.x.device)
-        again = in_backward()
-        keep = 1 - self.seen if again else 1
-        new = keep * (1 - self.reseen) if again else 1 - self.seen * self.rooted
-        self.examples.add_(new * look.examples)
-        self.applied.add_(keep * look.applied)
-        (self.reseen if again else self.seen).fill_(1)
+        self.examples.add_((1 - self.seen * self.rooted) * look.examples)
+        self.applied.add_(look.applied)
+        self.seen.fill_(1)
         if look.x is None:
             return
         x = look.x.detach()
@@ -72,16 +70,16 @@ class Stage:
             row = row if dim == look.dim else row.select(dim, 0)
         self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         first, second = sum_about(x, self.centre, look.dim)
-        self.first.add_(keep * first)
-        self.second.add_(keep * second)
-        self.rows.add_(keep * (x.numel() // x.shape[look.dim]))
+        self.first.add_(first)
+        self.second.add_(second)
+        self.rows.add_(x.numel() // x.shape[look.dim])
         if self.stuffed:
-            self.zeros.add_(keep * look.zeros)
+            self.zeros.add_(look.zeros)
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
-        """Count, on the device, what the guards did in a step: inputs raised, units held back, steps; largest step."""
-        self.fired[:3].add_(torch.stack([raised, held, torch.ones_like(held)]))
-        self.fired[3].copy_(largest)
+        """Count, on the device, what the guards did in a step."""
+        self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
+        self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
 
     def see_gradient(self, grad: Tensor, dim: int) -> None:
         """Add Σ ĝ² over all but the units."""
@@ -106,8 +104,8 @@ class Watch:
         self.gradients, self.traffic = gradients, traffic
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Count training forwards alone: not eval(), no_grad, inference_mode, nor inside `torch.func`."""
-        if not (module.training and torch.is_grad_enabled()) or in_transform():
+        """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run."""
+        if not (module.training and torch.is_grad_enabled()) or in_transform() or recomputing():
             return
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -149,7 +147,7 @@ class Announce(Watch):
         if module.training and torch.is_grad_enabled() and not in_transform():
             with torch.no_grad():
                 for stage in self.every:
-                    stage.flat[-3:-1].zero_()
+                    stage.seen.zero_()
                     stage.rooted.fill_(1)
 
 
@@ -225,9 +223,16 @@ def remove(handles: list[RemovableHandle]) -> None:
         handles.pop().remove()
 
 
-def in_backward() -> bool:
-    """Whether autograd is running: a forward now is a recomputed one (activation checkpointing)."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def recomputing() -> bool:
+    """Whether this is the second run of a checkpointed forward whose first run was counted.
+
+    Non-reentrant checkpointing runs forwards with gradients on twice, and marks the second with saved-tensor hooks of
+    its own; reentrant checkpointing has them off in the first run, so that the second is the one to count.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and "_recomputation_hook" in top[0].__qualname__
 
 
 def in_transform() -> bool:

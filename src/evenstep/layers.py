@@ -66,7 +66,7 @@ class LayerKind:
     ) -> Sequence[Look | None]:
         """What a call shows, one entry per slot; None for a slot that this call does not show."""
         x = args[0] if args else kwargs["input"]
-        examples = x.shape[batch_dim if x.dim() > 2 else 0] if x.dim() > 1 else 1
+        examples = x.shape[batch_dim if x.dim() == 3 else 0] if x.dim() > 1 else 1
         return [Look(x, x.dim() - 1, examples, x.numel() // max(1, x.shape[-1]))]
 
 

@@ -41,7 +41,7 @@ def why_treated(block: Block) -> str:
     assert entry is not None
     reasons = []
     if block.alone:
-        reasons.append("its weight is not trained with it")
+        reasons.append("moves without its weight")
     elif block.treatment == "fan-in" and not entry.slot.seen:
         reasons.append("its input is not seen")
     elif block.treatment == "fan-in" and not entry.slot.shown:

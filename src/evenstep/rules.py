@@ -49,7 +49,7 @@ def units_like(block: Block) -> Tensor:
 def init_square(state: dict[str, Any], like: Tensor) -> None:
     """Add to `state` a running mean square shaped like `like`, in float32 or better."""
     state.setdefault("square", torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)))
-    state.setdefault("square_mass", torch.zeros((), dtype=torch.float32, device=like.device))
+    state.setdefault("square_mass", torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device))
 
 
 def running_square(state: dict[str, Any], square: Tensor, group: dict[str, Any], ok: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ A subclass names its coordinates and its rule; the arithmetic is in the core.
 import warnings
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,16 @@ from .moments import accumulation_dtype
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+
+
+class Monitor(Protocol):
+    """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
+
+    def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
+        """One block."""
+
+    def end_step(self) -> None:
+        """All blocks have been noted."""
 
 
 class CoordinateOptimizer(Optimizer):
@@ -45,6 +55,7 @@ class CoordinateOptimizer(Optimizer):
         self._complete = False  # whether every parameter has its state
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
+        self._monitors: list[Monitor] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
@@ -152,9 +163,12 @@ class CoordinateOptimizer(Optimizer):
         on_host = ok.device.type == "cpu"
         if on_host and not ok:
             self._warn("nonfinite", "a gradient is not finite; the step is skipped, weights and moments are unchanged.")
+            self._recentre()
             return
         self._say_unseen(blocks)
         self._advance(blocks, None if on_host else ok)
+        for monitor in self._monitors:
+            monitor.end_step()
 
     def _init_state(self, blocks: list[Block]) -> None:
         """Give every parameter of these blocks the state it lacks, whole at once: checkpoints need all keys."""
@@ -194,6 +208,17 @@ class CoordinateOptimizer(Optimizer):
     def nonfinite_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite (reads the device)."""
         return 0 if self._nonfinite is None else int(self._nonfinite)
+
+    def fired(self) -> dict[str, tuple[float, float]]:
+        """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
+        found: dict[str, tuple[float, float]] = {}
+        for block in self._blocks(lambda p: p.requires_grad):
+            stage = self._stage(block)
+            if stage is not None and block.entry is not None and not block.alone:
+                raised, held, steps = stage.fired.tolist()
+                units = block.matrix(block.weight).shape[:2].numel()
+                found[block.entry.path] = (raised / max(1, steps * stage.inputs), held / max(1, steps * units))
+        return found
 
     def _say_unseen(self, blocks: list[Block]) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
@@ -259,21 +284,19 @@ class CoordinateOptimizer(Optimizer):
         weight_step, bias_steps = update.step_on_w(weight_step, bias_steps, frame)
         if stage is not None and trust is not None:
             weight_step, bias_steps, held, largest = update.within_trust(
-                block.matrix(block.weight),
-                block.stack(block.biases),
-                weight_step,
-                bias_steps,
-                frame,
-                radius=trust,
-                floor=TRUST_FLOOR,
+                frames.unit_length2(block, frame), weight_step, bias_steps, frame, radius=trust, floor=TRUST_FLOOR
             )
             stage.guarded(frame.raised, held, largest)
+        elif stage is not None and block.group.get("fresh_max") is not None:
+            stage.guarded(frame.raised, torch.zeros_like(frame.raised), torch.zeros_like(stage.rows))
         steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
         groups = [block.group, *block.bias_groups]
         for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
             displace(p, s, rate * group["weight_decay"], ok)
         for p in self._counted(block):
             self.state[p]["step"] += 1 if ok is None else ok
+        for monitor in self._monitors:
+            monitor.note(block, stage, self.state[block.weight])
         frames.commit(self.state[block.weight], block, stage, ok)
 
     # checkpoints

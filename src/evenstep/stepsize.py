@@ -57,11 +57,13 @@ def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
 def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
 
-    >>> unit_square(torch.ones(1, 2, 3, 1), torch.ones(1, 2))
+    Biases are [bias, group, unit]: a unit of tied weights has several.
+
+    >>> unit_square(torch.ones(1, 2, 3, 1), torch.ones(1, 1, 2))
     tensor([[4., 4.]])
     """
     square = (weight_grad * weight_grad).sum((-2, -1))
-    return square if bias_grad is None else square + bias_grad * bias_grad
+    return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
 
 
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:

@@ -77,9 +77,14 @@ def step_on_w(weight_step: Tensor, bias_steps: Tensor | None, frame: Frame) -> t
     return coordinates.step_to_w(weight_step, bias_steps, frame.constants)
 
 
+def unit_length2(weight: Tensor, biases: Tensor | None, frame: Frame) -> Tensor:
+    """‖u_j‖² of each unit, whatever of it trains; the shortest where tied weights serve several biases."""
+    length2 = guards.squared_length(weight, biases, frame.constants.mu, frame.spread)
+    return length2 if biases is None else length2.amin(0)
+
+
 def within_trust(
-    weight: Tensor,
-    biases: Tensor | None,
+    unit2: Tensor,
     weight_step: Tensor,
     bias_steps: Tensor | None,
     frame: Frame,
@@ -88,11 +93,9 @@ def within_trust(
     floor: float,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The step with every unit held to its trust radius; how many units were; the largest relative step asked for."""
-    mu = frame.constants.mu
-    unit2 = guards.squared_length(weight, biases, mu, frame.spread)
-    step2 = guards.squared_length(weight_step, bias_steps, mu, frame.fresh_spread)
-    if biases is not None:
-        unit2, step2 = unit2.amin(0), step2.amax(0)
+    step2 = guards.squared_length(weight_step, bias_steps, frame.constants.mu, frame.fresh_spread)
+    if bias_steps is not None:
+        step2 = step2.amax(0)
     factor, held = guards.trust_factor(unit2, step2, radius, floor)
     largest = (step2 / unit2.clamp(min=floor * floor)).amax().sqrt()
     return *guards.shorten(weight_step, bias_steps, factor), held, largest

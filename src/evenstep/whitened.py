@@ -46,6 +46,7 @@ class Whitened(CoordinateOptimizer):
     ) -> None:
         """See the shared keywords in the API reference."""
         owner = type(self).__name__
+        checks.learning_rate(owner, base_kwargs.get("lr", 0.0))
         muon = getattr(base, "__name__", "") == "Muon"
         if capturable:
             base_kwargs |= proxies.capturable(base)
@@ -70,7 +71,6 @@ class Whitened(CoordinateOptimizer):
         clash = (set(ours) & set(self._base.instance.defaults)) - {"weight_decay", "maximize", "capturable"}
         if clash:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
-        checks.learning_rate(owner, self._base.instance.defaults["lr"])
         super().__init__(params, {**self._base.instance.defaults, **ours}, model)
 
     def _counted(self, block: Block) -> list[Tensor]:

@@ -69,6 +69,41 @@ class Arrays:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text as numbers of its characters, the last tenth held out."""
+
+    train: Tensor
+    test: Tensor
+    name: str
+    vocabulary: str
+
+    @property
+    def channels(self) -> int:
+        """Number of different characters: what a network must know of the text."""
+        return len(self.vocabulary)
+
+    def to(self, device: torch.device | str) -> "Text":
+        """The same text with its tensors on `device`."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def text_file(path: Path | str) -> Text:
+    """A text file in UTF-8, by character."""
+    path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}.") from error
+    if len(content) < 10_000:
+        raise ValueError(f"{path}: a text of at least 10,000 characters is needed; this one has {len(content)}.")
+    vocabulary = "".join(sorted(set(content)))
+    number = {character: k for k, character in enumerate(vocabulary)}
+    tokens = torch.tensor([number[character] for character in content])
+    split = len(tokens) * 9 // 10
+    return Text(tokens[:split], tokens[split:], path.stem, vocabulary)
+
+
 def fashion_mnist_subset(path: Path | None = None) -> Arrays:
     """The 4,000 + 1,000 Fashion-MNIST images inside the package, padded with zeros from 28x28 to 32x32.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evenstep.lab.data import Arrays
+from evenstep.lab.data import Arrays, Text
 
 
 @torch.no_grad()
@@ -32,6 +32,23 @@ def evaluate(model: nn.Module, arrays: Arrays, batch_size: int = 500) -> dict[st
         "test_accuracy": correct.item() / count,
         "dead_share": 1 - units.mean().item() if len(units) else 0.0,
     }
+
+
+@torch.no_grad()
+def evaluate_text(model: nn.Module, text: Text, context: int = 128, batch_size: int = 64) -> dict[str, float]:
+    """Mean loss and accuracy per character on the held-out text, in whole windows; the mode is restored."""
+    was_training = model.training
+    model.eval()
+    windows = (len(text.test) - 1) // context
+    x = text.test[: windows * context].view(windows, context).long()
+    y = text.test[1 : windows * context + 1].view(windows, context).long()
+    loss, correct = torch.zeros((), device=y.device), torch.zeros((), device=y.device)
+    for tokens, following in zip(x.split(batch_size), y.split(batch_size), strict=True):
+        output = model(tokens)
+        loss += functional.cross_entropy(output.flatten(0, 1), following.flatten(), reduction="sum")
+        correct += (output.argmax(-1) == following).sum()
+    model.train(was_training)
+    return {"test_loss": loss.item() / y.numel(), "test_accuracy": correct.item() / y.numel(), "dead_share": 0.0}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ The trials use the public optimizers as they are, and none can touch another. Sm
 so that dozens of trials take little longer than one.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from evenstep.lab import records
-from evenstep.lab.data import Arrays, crop_and_flip
-from evenstep.lab.evaluate import evaluate
+from evenstep.lab.data import Arrays, Text, crop_and_flip
+from evenstep.lab.evaluate import evaluate, evaluate_text
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import linear_decay
@@ -44,10 +45,32 @@ class Feed:
             yield
 
 
+class TextFeed:
+    """Batches of text windows of one seed; an epoch is a fixed number of steps."""
+
+    def __init__(
+        self, text: Text, seed: int, batch_size: int, augment: bool, context: int = 128, steps: int = 250
+    ) -> None:
+        self.arrays, self.batch_size, self.steps = text, batch_size, steps
+        self.generator = torch.Generator().manual_seed(seed)
+        self.offsets = torch.arange(context + 1, device=text.train.device)
+        self.x, self.y = torch.zeros(2, batch_size, context, dtype=torch.long, device=text.train.device)
+
+    def epoch(self) -> Iterator[None]:
+        """Fill `x` with windows and `y` with what follows each character."""
+        last = len(self.arrays.train) - len(self.offsets)
+        starts = torch.randint(0, last, (self.steps, self.batch_size, 1), generator=self.generator).to(self.x.device)
+        for start in starts:
+            window = self.arrays.train[start + self.offsets]
+            self.x.copy_(window[:, :-1])
+            self.y.copy_(window[:, 1:])
+            yield
+
+
 class Member:
     """One trial: its network, its optimizer, and its captured step."""
 
-    def __init__(self, trial: Trial, feed: Feed) -> None:
+    def __init__(self, trial: Trial, feed: Feed | TextFeed) -> None:
         method = METHODS[trial.method]
         self.trial, self.feed = trial, feed
         torch.manual_seed(trial.seed)
@@ -64,7 +87,7 @@ class Member:
 
     def compute(self) -> None:
         """One training step on the feed's batch."""
-        loss = functional.cross_entropy(self.model(self.feed.x), self.feed.y)
+        loss = functional.cross_entropy(self.model(self.feed.x).flatten(0, -2), self.feed.y.flatten())
         loss.backward()
         self.optimizer.step()
         self.total += loss.detach()
@@ -91,11 +114,12 @@ class Member:
 
 
 def run_together(
-    trials: list[Trial], arrays: Arrays, on_epoch: Callable[[int, list[float]], None] | None = None
+    trials: list[Trial], arrays: Arrays | Text, on_epoch: Callable[[int, list[float]], None] | None = None
 ) -> list[records.Record]:
     """Train all trials (of one length and batch size) side by side; the records come in the order of the trials."""
     arrays = arrays.to("cuda")
-    feeds = {t.seed: Feed(arrays, t.seed, t.batch_size, t.augment) for t in trials}
+    make = TextFeed if isinstance(arrays, Text) else Feed
+    feeds = {t.seed: make(arrays, t.seed, t.batch_size, t.augment) for t in trials}  # type: ignore[arg-type]
     members = [Member(t, feeds[t.seed]) for t in trials]
     rows: list[list[dict]] = [[] for _ in trials]
     epochs, steps = trials[0].epochs, next(iter(feeds.values())).steps
@@ -109,10 +133,13 @@ def run_together(
         losses = (torch.stack([m.total for m in members]) / steps).tolist()
         seconds = (time.perf_counter() - start) / len(members)
         for member, mine, loss in zip(members, rows, losses, strict=True):
-            mine.append({"epoch": epoch + 1, "train_loss": loss, "seconds": seconds, "diverged": loss != loss})
+            mine.append(
+                {"epoch": epoch + 1, "train_loss": loss, "seconds": seconds, "diverged": not math.isfinite(loss)}
+            )
             member.total.zero_()
             if epoch + 1 == epochs:
-                mine[-1] |= evaluate(member.model, arrays)
+                score = evaluate_text if isinstance(arrays, Text) else evaluate
+                mine[-1] |= score(member.model, arrays)  # type: ignore[arg-type]
         if on_epoch is not None:
             on_epoch(epoch, losses)
     return [

@@ -49,6 +49,12 @@ class ScaledEvenStep(evenstep.EvenStep):
     linear = True
 
 
+class ScaledWhitened(evenstep.Whitened):
+    """`Whitened` with the same factor."""
+
+    linear = True
+
+
 def _on_v(cls: type[evenstep.Whitened], base: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
     """A torch rule in the coordinates of `cls`."""
 
@@ -77,6 +83,13 @@ METHODS: dict[str, Method] = {
             "Adam, whitened",
             _on_v(evenstep.Whitened, torch.optim.AdamW, betas=(0.9, 0.99)),
             (3e-4, 1e-3, 3e-3, 1e-2),
+            graph_options=CAPTURABLE,
+        ),
+        Method(
+            "whitened-adam-beta",
+            "Adam, whitened, β of eq. 12",
+            _on_v(ScaledWhitened, torch.optim.AdamW, betas=(0.9, 0.99)),
+            (3e-3, 1e-2, 3e-2),
             graph_options=CAPTURABLE,
         ),
         Method(

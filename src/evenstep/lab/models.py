@@ -1,8 +1,9 @@
-"""The networks of the experiments, on 32x32 images with 10 classes. Every ReLU is a module of its own."""
+"""The networks of the experiments: on 32x32 images with 10 classes (every ReLU a module of its own), and on text."""
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 CLASSES = 10
 
@@ -45,6 +46,30 @@ def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False) -> n
     return model
 
 
+class CharTransformer(nn.Module):
+    """A small causal language model over characters, pre-norm, GELU, learned positions, no dropout."""
+
+    def __init__(self, vocabulary: int, context: int = 128, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, time, vocabulary] of the next character."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.blocks(self.token(tokens) + self.position(places), mask=self.mask, is_causal=True))
+
+
+def transformer(vocabulary: int, batch_norm: bool = False) -> nn.Module:
+    """`CharTransformer` as the experiments build networks; it has no batch norm to offer."""
+    if batch_norm:
+        raise ValueError("transformer: there is no batch-norm version of it.")
+    return CharTransformer(vocabulary)
+
+
 def _unit(layer: nn.Conv2d | nn.Linear, batch_norm: bool) -> list[nn.Module]:
     """A layer, batch norm if wanted, and a ReLU."""
     if not batch_norm:
@@ -63,4 +88,4 @@ def _he_init(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-MODELS: dict[str, Callable[..., nn.Sequential]] = {"paper_cnn": paper_cnn, "deep_net": deep_net}
+MODELS: dict[str, Callable[..., nn.Module]] = {"paper_cnn": paper_cnn, "deep_net": deep_net, "transformer": transformer}

@@ -1,0 +1,143 @@
+"""What feeds what in a model: established from a torch.fx trace or an nn.Sequential, never guessed from names."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from torch import fx, nn
+
+Calls = dict[nn.Module, list[fx.Node]]
+
+
+class Wiring:
+    """How the modules of a model are connected; the model is left as it was.
+
+    `paths` and `names` are all places of a module and of a parameter (by id); `calls` has for each trace the calls of
+    each module, and `failure` says why there is none; `read` are the parameters that a forward uses without calling
+    their module; `sources` gives the module whose output another takes, `cut` what a module takes that is no such output.
+    """
+
+    def __init__(
+        self, model: nn.Module, leaves: tuple[type[nn.Module], ...], chains: tuple[type[nn.Module], ...]
+    ) -> None:
+        """`leaves` are not looked into; modules of the types `chains` call their children one after the other."""
+        self.model = model
+        self.paths = gathered((module, path) for path, module in model.named_modules(remove_duplicate=False))
+        self.names = gathered((id(p), name) for name, p in model.named_parameters(remove_duplicate=False))
+        graphs, self.failure = trace(model, leaves)
+        self.read = {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
+        self.calls: list[Calls] = [
+            gathered((model.get_submodule(str(n.target)), n) for n in graph.find_nodes(op="call_module"))
+            for graph in graphs
+        ]
+        self.sources: dict[nn.Module, nn.Module] = {}
+        for chain in model.modules():
+            if isinstance(chain, nn.Sequential) and type(chain).forward in {cls.forward for cls in chains}:
+                self.sources.update((after, before) for before, after in pairwise(chain))
+        self.cut: dict[nn.Module, str] = {}
+        for calls in self.calls:
+            self._follow(calls)
+
+    def _follow(self, calls: Calls) -> None:
+        """A traced call tells more than an nn.Sequential: the output may go, or come from, elsewhere."""
+        owner = {node: module for module, nodes in calls.items() for node in nodes}
+        for node, module in owner.items():
+            inputs = node.all_input_nodes
+            if len(inputs) == 1 and inputs[0] in owner:
+                self.sources[module] = owner[inputs[0]]
+            else:
+                self.sources.pop(module, None)
+                self.cut[module] = listed(map(str, inputs))
+
+    def where(self, module: nn.Module) -> str:
+        """A module for messages: its path and class."""
+        return f"'{self.paths[module][0]}' ({type(module).__name__})"
+
+    def why_shared(self, module: nn.Module) -> str | None:
+        """Whether `module` is registered or called more than once."""
+        if len(self.paths[module]) > 1:
+            return f"is shared: {listed(self.paths[module])} are one module"
+        most = max((len(calls.get(module, ())) for calls in self.calls), default=0)
+        return f"is shared: it is called {most} times in a forward pass" if most > 1 else None
+
+    def why_not_only(self, module: nn.Module, after: nn.Module) -> str | None:
+        """Why the output of `module` does not go to `after` alone in every trace; None if it does."""
+        for calls in self.calls:
+            users = {user for node in calls.get(module, ()) for user in node.users}
+            nodes = set(calls.get(after, ()))
+            if users - nodes:
+                return f"whose output also goes to {listed(sorted(map(str, users - nodes)))}"
+            if nodes - users:
+                return "but not whenever the model is called"
+        return None
+
+
+class Tracer(fx.Tracer):
+    """Looks into a module only for the leaves inside; buffers stay symbolic, so that no forward can change them."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
+        """`leaves` are types."""
+        super().__init__()
+        self.leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """What holds no leaf may do what it likes in its forward."""
+        inside = any(isinstance(child, self.leaves) for child in m.modules())
+        return isinstance(m, self.leaves) or not inside or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> tuple[list[fx.Graph], str]:
+    """The graphs of `model` in eval mode, or why there is none.
+
+    The first has optional arguments at their defaults; the second, where it can be had, has them given.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    graphs: list[fx.Graph] = []
+    with as_it_was(model):
+        for module in model.modules():
+            module.training = False
+        for fixed in [defaults, {}] if defaults else [{}]:
+            try:
+                graphs.append(Tracer(leaves).trace(model, fixed))
+            except Exception as error:  # a forward that is given symbols may raise anything
+                if not graphs:
+                    return [], f"{type(error).__name__}: {error}".partition("\n")[0]
+    return graphs, ""
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Give every module its attributes back: a traced forward may set some, and fx adds constants of its own."""
+    saved = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def gathered(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """All values of each key.
+
+    >>> gathered([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message.
+
+    >>> listed(["conv", "fc"])
+    "'conv', 'fc'"
+    """
+    return ", ".join(f"'{name}'" for name in names)

@@ -1,0 +1,89 @@
+"""The architecture, held by a test: imports point one way, and the pure core knows neither modules nor hooks."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evenstep
+
+ROOT = Path(evenstep.__file__).parent
+PURE = ["moments", "constants", "coordinates", "stepsize", "guards", "update"]
+ORDER = [
+    *PURE,
+    "checks",
+    "layers",
+    "coverage",
+    "hooks",
+    "blocks",
+    "frames",
+    "rules",
+    "proxies",
+    "report",
+    "shell",
+    "optimizers",
+    "whitened",
+    "batchnorm",
+    "monitor",
+    "__init__",
+    "__main__",
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Every dotted name that a file imports, relative ones as evenstep.x."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = f"evenstep.{node.module}".rstrip(".None") if node.level else node.module
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def ours(path: Path) -> set[str]:
+    """The files of the package that a file imports."""
+    names = {name.split(".")[1] for name in imports(path) if name.startswith("evenstep.") and name.count(".")}
+    return {name for name in names if (ROOT / f"{name}.py").exists() or (ROOT / name).is_dir()}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_a_core_file_imports_no_module_no_hook_no_lab(name):
+    path = ROOT / f"{name}.py"
+    assert ours(path) <= set(PURE)
+    assert not any(i.startswith("torch.") and i != "torch.Tensor" for i in imports(path)), imports(path)
+    assert "nn." not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_one_way(path):
+    allowed = ORDER[: ORDER.index(path.stem)]
+    assert ours(path) <= {*allowed, *(["lab"] if path.stem == "__main__" else [])}
+
+
+def test_hooks_are_registered_in_one_file():
+    users = {
+        p.stem for p in ROOT.glob("*.py") if "register_forward" in p.read_text() or ".register_hook" in p.read_text()
+    }
+    assert users == {"hooks"}
+
+
+def test_import_needs_torch_alone():
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"rich", "tyro", "matplotlib", "PIL", "jinja2", "optuna", "tensorboard"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import torch
+before = set(sys.modules)
+import evenstep
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new <= {"evenstep", "torch"}, new
+assert not any(name.startswith("evenstep.lab") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

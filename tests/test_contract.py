@@ -1,0 +1,536 @@
+"""torch.optim's contract and the faults to survive, for every optimizer of the library."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import evenstep
+from cases import OPTIMIZERS
+
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+    )
+
+
+def batch(rows: int = 8):
+    return torch.randn(rows, 2, 4, 4) + 1, torch.randint(0, 3, (rows,))
+
+
+def backward(model, x, y):
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        backward(model, x, y)
+        optimizer.step()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+def snapshot(optimizer):
+    return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def assert_same_state(left, right):
+    assert left.keys() == right.keys()
+    for k in left:
+        assert left[k].keys() == right[k].keys()
+        for name, value in left[k].items():
+            assert value is right[k][name] is None or torch.equal(
+                torch.as_tensor(value), torch.as_tensor(right[k][name])
+            )
+
+
+# state
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_save_load_continue_is_bit_equal(case, dtype):
+    batches = [(x.to(dtype), y) for x, y in (batch() for _ in range(6))]
+    model = network().to(dtype)
+    optimizer = case.build(model)
+    train(model, optimizer, batches[:3])
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, batches[3:])
+
+    file.seek(0)
+    saved_model, saved_optimizer = torch.load(file, weights_only=True)
+    other = network().to(dtype)
+    other.load_state_dict(saved_model)
+    resumed = case.build(other)
+    resumed.load_state_dict(saved_optimizer)
+    train(other, resumed, batches[3:])
+    assert_same(weights(model), weights(other))
+    assert_same_state(snapshot(optimizer), snapshot(resumed))
+
+
+def test_moments_are_float32_whatever_the_parameters_dtype_and_load_uncast():
+    model = network().bfloat16()
+    optimizer = evenstep.WhitenedSGD(model)
+    train(model, optimizer, [(x.bfloat16(), y) for x, y in (batch() for _ in range(2))])
+    mx = optimizer.state[model[0].weight]["mx"]
+    assert mx.dtype == torch.float32
+    assert not torch.equal(mx, mx.bfloat16().float())
+    other = evenstep.WhitenedSGD(copy.deepcopy(model))
+    other.load_state_dict(optimizer.state_dict())
+    loaded = other.state[other.param_groups[0]["params"][0]]["mx"]
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded, mx)
+
+
+def test_loading_fills_the_live_tensors():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model)
+    train(model, optimizer, [batch()])
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, [batch()])
+    live = optimizer.state[model[0].weight]["mx"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[model[0].weight]["mx"] is live
+    assert torch.equal(live, saved["state"][0]["mx"])
+
+
+@every_optimizer
+def test_first_step_gives_every_parameter_state(case):
+    model = network()
+    optimizer = case.build(model, lr=0.0)  # as frameworks do before they load a checkpoint into the state
+    x, y = batch()
+    functional.cross_entropy(model(x), y)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = weights(model)
+    optimizer.step()
+    assert_same(before, weights(model))
+    assert all(optimizer.state[p] for p in model.parameters())
+
+
+# shapes of use
+
+
+@every_optimizer
+def test_closure_runs_first_and_its_loss_comes_back(case):
+    twins = network(), network()
+    twins[1].load_state_dict(twins[0].state_dict())
+    x, y = batch()
+    plain, inside = (case.build(m) for m in twins)
+    backward(twins[0], x, y)
+    plain.step()
+
+    def closure():
+        inside.zero_grad()
+        return backward(twins[1], x, y)
+
+    assert inside.step(closure).requires_grad
+    assert_same(weights(twins[0]), weights(twins[1]))
+
+
+@every_optimizer
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr_equals_a_number(case, shape):
+    twins = network(), network()
+    twins[1].load_state_dict(twins[0].state_dict())
+    batches = [batch() for _ in range(3)]
+    lr = case.keywords["lr"]
+    train(twins[0], case.build(twins[0]), batches)
+    train(twins[1], case.build(twins[1], lr=torch.full(shape, lr)), batches)
+    for a, b in zip(weights(twins[0]), weights(twins[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_optimizer
+def test_lr_zero_changes_nothing(case):
+    model = network()
+    before = weights(model)
+    train(model, case.build(model, lr=0.0), [batch() for _ in range(3)])
+    assert_same(before, weights(model))
+
+
+@every_optimizer
+def test_maximize_is_descent_on_the_negated_loss(case):
+    twins = network(), network()
+    twins[1].load_state_dict(twins[0].state_dict())
+    optimizers = case.build(twins[0]), case.build(twins[1], maximize=True)
+    for x, y in [batch() for _ in range(3)]:
+        for model, optimizer, sign in zip(twins, optimizers, (1, -1), strict=True):
+            optimizer.zero_grad()
+            (sign * functional.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    for a, b in zip(weights(twins[0]), weights(twins[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_optimizer
+def test_gradients_are_neither_changed_nor_cleared(case):
+    model = network()
+    optimizer = case.build(model)
+    backward(model, *batch())
+    grads = [p.grad for p in model.parameters()]
+    values = [g.clone() for g in grads]
+    optimizer.step()
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert_same(values, grads)
+
+
+def test_groups_bias_takes_lr_and_decay_from_its_own_weight_rules_the_layer():
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(5, 3).double()
+    groups = [
+        {"params": [model.weight], "lr": 0.0, "weight_decay": 0.5},
+        {"params": [model.bias], "lr": 0.25, "weight_decay": 0.5},
+    ]
+    optimizer = evenstep.WhitenedSGD(groups, model=model, fresh_max=None, trust=None)
+    weight, bias = weights(model)
+    model(x).sum().div(5).backward()
+    optimizer.step()
+    assert torch.equal(model.weight, weight)
+    expected = bias * (1 - 0.25 * 0.5) - 0.25 * torch.ones(2).double() / 3**0.5
+    torch.testing.assert_close(model.bias.detach(), expected)
+
+
+def test_plain_lr_follows_schedules_of_lr():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    moved = []
+    for _ in range(2):
+        before = model[1].bias.detach().clone()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        moved.append((model[1].bias.detach() - before) / model[1].bias.grad)
+    torch.testing.assert_close(moved[0], torch.full((3,), -0.1))
+    torch.testing.assert_close(moved[1], torch.full((3,), -0.05))
+
+
+def test_decoupled_decay_shrinks_the_weights_alone():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, weight_decay=0.1)
+    before = weights(model)
+    (model(batch()[0]) * 0).sum().backward()
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old * 0.95)
+
+
+def test_a_group_added_later_trains():
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.Sequential(first, second)
+    optimizer = evenstep.WhitenedSGD(first.parameters(), model=model)
+    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 2
+    optimizer.add_param_group({"params": second.parameters(), "lr": 0.01})
+    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 4
+    before = second.weight.detach().clone()
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, second.weight)
+
+
+def test_freezing_half_way_leaves_the_layer_alone():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model)
+    train(model, optimizer, [batch()])
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, [batch()])
+    assert torch.equal(before, model[0].weight)
+
+
+def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model.parameters(), lr=0.1)
+    before = weights(model)
+    backward(model, *batch())
+    grads = [p.grad.clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"WhitenedSGD: no model is attached.*opt\.attach\(model\)"):
+        optimizer.step()
+    for p, old, g in zip(model.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(p.detach(), old - 0.1 * g)
+    optimizer.step()  # silent: warnings are errors here
+    optimizer.attach(model)
+    assert "whitened" in optimizer.coverage().summary()
+
+
+# copies
+
+
+@every_optimizer
+def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
+    model = network()
+    optimizer = case.build(model)
+    train(model, optimizer, [batch()])
+    clone, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    state = snapshot(optimizer)
+    for other in (clone, thawed):
+        backward(other, *batch())
+    assert_same_state(state, snapshot(optimizer))
+    if optimizer._collector is not None:
+        assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    twin = copy.deepcopy(optimizer)
+    assert repr(twin)
+    assert_same_state(state, snapshot(twin))
+    assert_same_state(state, snapshot(pickle.loads(pickle.dumps(optimizer))))
+
+
+def test_hooks_go_with_detach_and_with_the_optimizer():
+    model = network()
+
+    def hooks():
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    optimizer = evenstep.WhitenedSGD(model)
+    assert hooks() == 4
+    optimizer.detach()
+    assert hooks() == 0
+    optimizer.attach(model)
+    optimizer.attach(model)
+    assert hooks() == 4
+    del optimizer
+    gc.collect()
+    assert hooks() == 0
+
+
+def test_after_detach_steps_go_on_with_the_last_moments():
+    model = nn.Linear(3, 2)
+    optimizer = evenstep.WhitenedSGD(model)
+    optimizer_state = optimizer.state
+    model(torch.randn(6, 3)).sum().backward()
+    optimizer.step()
+    mx = optimizer_state[model.weight]["mx"].clone()
+    optimizer.detach()
+    model(torch.randn(6, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
+        optimizer.step()
+    assert torch.equal(mx, optimizer_state[model.weight]["mx"])
+
+
+# faults
+
+
+@every_optimizer
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(case, bad):
+    model = network()
+    optimizer = case.build(model)
+    train(model, optimizer, [batch(), batch()])
+    before, state = weights(model), snapshot(optimizer)
+    x, y = batch()
+    x[0, 0, 0, 0] = bad
+    optimizer.zero_grad()
+    backward(model, x, y)
+    with pytest.warns(UserWarning, match=f"{type(optimizer).__name__}: a gradient is not finite; the step is skipped"):
+        optimizer.step()
+    optimizer.step()  # counted again, warned of no more
+    assert optimizer.nonfinite_steps == 2
+    assert_same(before, weights(model))
+    assert_same_state(state, snapshot(optimizer))
+
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    clean = case.build(twin)
+    clean.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    following = [batch(), batch()]
+    train(model, optimizer, following)
+    train(twin, clean, following)
+    assert_same(weights(model), weights(twin))
+
+
+def test_a_first_batch_that_is_not_finite_leaves_no_trace():
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    other.load_state_dict(model.state_dict())
+    x = torch.full((4, 3), float("nan"))
+    optimizer, clean = evenstep.WhitenedSGD(model), evenstep.WhitenedSGD(other)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step()
+    x = torch.randn(4, 3)
+    for m, o in ((model, optimizer), (other, clean)):
+        o.zero_grad()
+        m(x).sum().backward()
+        o.step()
+    assert_same(weights(model), weights(other))
+
+
+def test_inputs_that_are_not_finite_under_finite_gradients_are_dropped_from_the_moments():
+    model = nn.Linear(3, 2)
+    optimizer = evenstep.WhitenedSGD(model)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    mx = optimizer.state[model.weight]["mx"].clone()
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        model(torch.full((1, 3), float("inf")))  # seen, but no part of the loss
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(mx, optimizer.state[model.weight]["mx"])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@every_optimizer
+def test_an_empty_batch_does_nothing(case):
+    model = network()
+    optimizer = case.build(model)
+    train(model, optimizer, [batch()])
+    before, state = weights(model), snapshot(optimizer)
+    optimizer.zero_grad()
+    x, y = batch(0)
+    functional.cross_entropy(model(x), y, reduction="sum").backward()
+    if type(optimizer) is not evenstep.BlockNaturalSGD:  # it watches no forward: a zero gradient is all it can see
+        optimizer.step()
+        assert_same(before, weights(model))
+        assert_same_state(state, snapshot(optimizer))
+
+
+@every_optimizer
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_an_input_that_never_varies_gives_a_finite_step(case, damping):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    more = {"damping": damping} if "damping" in case.build(model).defaults else {}
+    optimizer = case.build(model, **more)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        x[:, 0], x[:, 1] = 5.0, 0.0
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# bad input
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"lr": -1.0}, r"Invalid learning rate: -1\.0"),
+        ({"lr": float("nan")}, r"{name}: lr must be a finite number or a one-element tensor; got nan\."),
+        ({"lr": float("inf")}, r"{name}: lr must be a finite number .*; got inf\."),
+        ({"lr": "fast"}, r"{name}: lr must be a finite number .*; got 'fast'\."),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"decay": 1.0}, r"{name}: decay must be in \[0, 1\); got 1\.0\."),
+        ({"decay": -0.1}, r"{name}: decay must be in \[0, 1\); got -0\.1\."),
+        ({"momentum": 1.5}, r"{name}: momentum must be in \[0, 1\); got 1\.5\."),
+        ({"damping": -1}, r"{name}: damping must be a finite number >= 0; got -1\."),
+        ({"weight_decay": -1.0}, r"{name}: weight_decay must be a finite number >= 0; got -1\.0\."),
+        ({"trust": 0.0}, r"{name}: trust must be a finite number > 0, or None to turn it off; got 0\.0\."),
+        ({"fresh_max": -4.0}, r"{name}: fresh_max must be a finite number > 0, or None .*; got -4\.0\."),
+        ({"eps": float("inf")}, r"{name}: eps must be a finite number >= 0; got inf\."),
+        ({"block": "layer"}, r"{name}: block must be one of 'network', 'unit', 'weight'; got 'layer'\."),
+        ({"reduction": "none"}, r"{name}: reduction must be one of 'mean', 'sum'; got 'none'\."),
+        ({"exclude": "head.*"}, r"{name}: exclude must be a list of name patterns; got the string 'head\.\*'\."),
+    ],
+)
+def test_bad_hyperparameters_are_named(case, keywords, message):
+    model = network()
+    [key] = keywords
+    public = key in case.build(model).defaults and not (key == "block" and case.cls is evenstep.EvenStep)
+    if not public:
+        pytest.skip(f"{case.cls.__name__} has no {key}")
+    with pytest.raises(ValueError, match=message.format(name=case.cls.__name__)):
+        case.build(model, **keywords)
+    group = {"params": [nn.Parameter(torch.zeros(2))], **keywords}
+    optimizer = case.build(model)
+    if key not in ("block", "reduction"):
+        with pytest.raises(ValueError, match=message.format(name=case.cls.__name__)):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+
+
+@every_optimizer
+def test_bad_parameters_are_named(case):
+    name = case.cls.__name__
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        case.build([])
+    with pytest.raises(ValueError, match=f"{name}: the module ReLU has no parameters to train"):
+        case.build(nn.ReLU())
+    p = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        case.build([{"params": [p]}, {"params": [p]}])
+    with pytest.raises(ValueError, match=f"{name}: none of the parameters of this Linear is in the optimizer"):
+        case.build([p], model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=f"{name}: give the model once"):
+        case.build(nn.Linear(2, 2), model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=f"{name}: complex parameters are not supported"):
+        case.build([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match=rf"{name}: parameter 'weight' is not initialized yet"):
+        case.build(nn.LazyLinear(2))
+
+
+def test_attaching_to_a_strange_model_keeps_the_old_one():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model)
+    with pytest.raises(ValueError, match="none of the parameters of this Linear is in the optimizer"):
+        optimizer.attach(nn.Linear(2, 2))
+    train(model, optimizer, [batch()])
+    assert optimizer.state[model[0].weight]["mass"] > 0
+
+
+def test_sparse_gradients_are_refused_by_name():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    model = nn.Sequential(embedding, nn.Linear(2, 2))
+    optimizer = evenstep.WhitenedSGD(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="WhitenedSGD does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_no_covered_layer_warns():
+    with pytest.warns(UserWarning, match="WhitenedSGD: no layer of this LayerNorm is covered"):
+        evenstep.WhitenedSGD(nn.LayerNorm(3))
+
+
+def test_coverage_prints_as_a_table_and_repr_sums_it_up():
+    optimizer = evenstep.WhitenedSGD(network())
+    lines = str(optimizer.coverage()).splitlines()
+    assert lines[0].split() == ["parameter", "layer", "treatment", "reason"]
+    assert lines[1].split() == ["0.weight", "Conv2d", "whitened"]
+    assert "4.weight   LayerNorm  plain      no whitened form for LayerNorm" in lines
+    assert repr(optimizer).endswith("coverage: 6 whitened, 2 plain")
+
+
+def test_a_model_moved_to_another_dtype_is_followed():
+    model = network()
+    optimizer = evenstep.WhitenedSGD(model, momentum=0.9)
+    train(model, optimizer, [batch()])
+    model.double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, [(x.double(), y) for x, y in [batch(), batch()]])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@every_optimizer
+def test_a_model_moved_to_another_device_is_followed(case):
+    model = network()
+    optimizer = case.build(model)
+    train(model, optimizer, [batch()])
+    model.cuda()
+    train(model, optimizer, [(x.cuda(), y.cuda()) for x, y in [batch(), batch()]])
+    assert all(p.is_cuda and p.isfinite().all() for p in model.parameters())
+    assert all(not torch.is_tensor(v) or v.is_cuda for p in model.parameters() for k, v in optimizer.state[p].items())
