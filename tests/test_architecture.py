@@ -25,6 +25,7 @@ ORDER = [
     "shell",
     "optimizers",
     "whitened",
+    "wiring",
     "batchnorm",
     "monitor",
     "__init__",

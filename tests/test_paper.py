@@ -473,7 +473,8 @@ def test_denominator_of_eq11_is_the_root_of_the_fan_in():
     g2 = (g * g).mean()
     squares = torch.stack([stepsize.unit_square(w, None) for w in on_weight]).mean()
     assert_close((squares / g2).sqrt().item(), math.sqrt(n))
-    squares = torch.stack([stepsize.unit_square(w, b.unsqueeze(0)) for w, b in zip(on_weight, on_bias, strict=True)]).mean()
+    units = zip(on_weight, on_bias.unsqueeze(1), strict=True)
+    squares = torch.stack([stepsize.unit_square(w, b) for w, b in units]).mean()
     assert_close((squares / g2).sqrt().item(), math.sqrt(n + 1))
 
 

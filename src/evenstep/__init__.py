@@ -4,6 +4,7 @@ After "Diagonal Rescaling For Neural Networks" (Lafond, Vasilache, Bottou). An o
 guard; all are `torch.optim.Optimizer`s that take the model as their first argument.
 """
 
+from .batchnorm import fold_batchnorm, insert_batchnorm
 from .coverage import Coverage
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
@@ -19,4 +20,6 @@ __all__ = [
     "FanInSGD",
     "Whitened",
     "WhitenedSGD",
+    "fold_batchnorm",
+    "insert_batchnorm",
 ]

@@ -40,9 +40,8 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
     reasons = {layer: why_no_place(wiring, path, layer) or why_no_host(wiring, layer) for path, layer in chosen.items()}
     refuse("insert_batchnorm: these layers cannot have batch norm; leave them out with skip=", wiring, reasons)
     for path, layer in chosen.items():
-        weight = layer.get_parameter("weight")
-        bn = NORMS[rank(layer)](units(layer), device=weight.device, dtype=weight.dtype)
-        pair = BatchNormed(layer, bn)
+        weight, (_, norm) = layer.get_parameter("weight"), kind_and_norm(layer)
+        pair = BatchNormed(layer, norm(units(layer), device=weight.device, dtype=weight.dtype))
         pair.path = path
         put(model, path, pair.train(layer.training))
     return model
@@ -60,7 +59,8 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     there is no trace. Shapes are not known: a BatchNorm1d after a Linear is taken to see [batch, features].
 
     Weights stay the same objects, so an optimizer built before still trains them; tell it with `opt.refresh()`. Biases
-    that were missing are new parameters: give it those with `opt.add_param_group`, or build it anew.
+    that were missing are new parameters: give it those with `opt.add_param_group({"params": [(name, bias)]})`, with
+    names if it was built from the model, or build it anew.
     """
     norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not norms:
@@ -151,14 +151,7 @@ def why_no_host(wiring: Wiring, layer: nn.Module) -> str | None:
             return f"has a {name} computed from other parameters (parametrized, normalized or pruned)"
         if isinstance(parameter, UninitializedParameter):
             return f"has a {name} that is not initialized yet; run one forward pass first"
-    shared = wiring.why_shared(layer)
-    for name in ("weight", "bias"):
-        names = wiring.names.get(id(lookup(layer, name)), [])
-        if len(names) > 1:
-            shared = shared or f"has a tied {name}: {listed(names)} are one parameter"
-        if wiring.read.intersection(names):
-            shared = shared or f"has a {name} that another forward uses too"
-    return shared
+    return wiring.why_shared(layer)
 
 
 def why_unfixed(bn: _BatchNorm) -> str | None:
@@ -188,7 +181,7 @@ def why_apart(wiring: Wiring, bn: _BatchNorm) -> str | None:
     reason = why_no_host(wiring, layer)
     if reason:
         return f"{where}, which {reason}"
-    fitting = NORMS[rank(layer)]
+    _, fitting = kind_and_norm(layer)
     if not isinstance(bn, (fitting, nn.SyncBatchNorm)):
         return f"{where}, whose units a {fitting.__name__} would normalize"
     if bn.num_features != units(layer):
@@ -207,28 +200,24 @@ def same_mode(norms: Mapping[str, _BatchNorm]) -> None:
         )
 
 
-def refuse(what: str, wiring: Wiring, reasons: Mapping[nn.Module, str | None]) -> None:
+def refuse(what: str, wiring: Wiring, reasons: Mapping[Any, str | None]) -> None:
     """Raise with all reasons at once, if there are any."""
     lines = [f"  {wiring.where(module)} {reason}." for module, reason in reasons.items() if reason]
     if lines:
         raise ValueError("\n".join([f"{what}. The model is unchanged.", *lines]))
 
 
-def rank(layer: nn.Module) -> int:
-    """The number of spatial dimensions."""
-    return int(getattr(kind_of(layer), "rank", 0))
+def kind_and_norm(layer: nn.Module) -> tuple[LayerKind, type[_BatchNorm]]:
+    """The kind of a layer that is known to have one, and the batch norm that fits it."""
+    kind = kind_of(layer)
+    assert kind is not None
+    return kind, NORMS[getattr(kind, "rank", 0)]
 
 
 def units(layer: nn.Module) -> int:
     """How many units a layer has, over all groups."""
-    return layer_kind(layer).matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
-
-
-def layer_kind(layer: nn.Module) -> LayerKind:
-    """The kind of a layer that is known to have one."""
-    kind = kind_of(layer)
-    assert kind is not None
-    return kind
+    kind, _ = kind_and_norm(layer)
+    return kind.matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -241,7 +230,7 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
 def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
     """Make `layer` compute what `bn` makes of its output in eval mode, in at least float32."""
     assert bn.running_mean is not None and bn.running_var is not None
-    kind, weight, bias = layer_kind(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    (kind, _), weight, bias = kind_and_norm(layer), layer.get_parameter("weight"), lookup(layer, "bias")
     wide = accumulation_dtype(torch.promote_types(weight.dtype, bn.running_var.dtype))
     scale = (bn.running_var.to(wide) + bn.eps).rsqrt()
     if bn.weight is not None:

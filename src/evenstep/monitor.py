@@ -55,7 +55,7 @@ class CurvatureMonitor:
         self.threshold = threshold
         self._records: deque[tuple[int, list[str], Tensor]] = deque(maxlen=history)
         self._rows: dict[str, Tensor] = {}
-        self._step = 0
+        self._step = self._told = 0
         optimizer._monitors.append(self)
 
     def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
@@ -92,8 +92,10 @@ class CurvatureMonitor:
         for step, layers, table in self._records:
             for layer, row in zip(layers, table.tolist(), strict=True):
                 now = dict(zip(COLUMNS, row, strict=True))
-                found += [Event(step, layer, what) for what in self._noteworthy(now, before.get(layer))]
+                if step > self._told:
+                    found += [Event(step, layer, what) for what in self._noteworthy(now, before.get(layer))]
                 before[layer] = now
+        self._told = self._step
         while len(self._records) > 1:  # the newest stays, for scalars()
             self._records.popleft()
         return found

@@ -15,8 +15,8 @@ class Wiring:
     """How the modules of a model are connected; the model is left as it was.
 
     `paths` and `names` are all places of a module and of a parameter (by id); `calls` has for each trace the calls of
-    each module, and `failure` says why there is none; `read` are the parameters that a forward uses without calling
-    their module; `sources` gives the module whose output another takes, `cut` what a module takes that is no such output.
+    each module, and `failure` says why there is no trace; `read` are the parameters that a forward uses without calling
+    their module; `sources` gives the module whose output another takes, `cut` what it takes if that is no such output.
     """
 
     def __init__(
@@ -49,18 +49,25 @@ class Wiring:
                 self.sources[module] = owner[inputs[0]]
             else:
                 self.sources.pop(module, None)
-                self.cut[module] = listed(map(str, inputs))
+                self.cut[module] = listed(str(n.target if n.op == "placeholder" else n) for n in inputs)
 
     def where(self, module: nn.Module) -> str:
         """A module for messages: its path and class."""
         return f"'{self.paths[module][0]}' ({type(module).__name__})"
 
     def why_shared(self, module: nn.Module) -> str | None:
-        """Whether `module` is registered or called more than once."""
+        """Whether `module` is registered or called more than once, or a parameter of it used elsewhere."""
         if len(self.paths[module]) > 1:
             return f"is shared: {listed(self.paths[module])} are one module"
         most = max((len(calls.get(module, ())) for calls in self.calls), default=0)
-        return f"is shared: it is called {most} times in a forward pass" if most > 1 else None
+        if most > 1:
+            return f"is shared: it is called {most} times in a forward pass"
+        for name, p in module.named_parameters():
+            if len(self.names[id(p)]) > 1:
+                return f"has a tied {name}: {listed(self.names[id(p)])} are one parameter"
+            if self.read.intersection(self.names[id(p)]):
+                return f"has a {name} that another forward uses too"
+        return None
 
     def why_not_only(self, module: nn.Module, after: nn.Module) -> str | None:
         """Why the output of `module` does not go to `after` alone in every trace; None if it does."""

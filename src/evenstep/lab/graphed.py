@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from evenstep.lab import records
@@ -70,12 +70,13 @@ class TextFeed:
 class Member:
     """One trial: its network, its optimizer, and its captured step."""
 
-    def __init__(self, trial: Trial, feed: Feed | TextFeed) -> None:
+    def __init__(self, trial: Trial, feed: Feed | TextFeed, model: nn.Module | None = None) -> None:
         method = METHODS[trial.method]
         self.trial, self.feed = trial, feed
         torch.manual_seed(trial.seed)
-        self.model = MODELS[trial.model](feed.arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
-        self.model.to(feed.x.device).train()
+        if model is None:
+            model = MODELS[trial.model](feed.arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
+        self.model = model.to(feed.x.device).train()
         self.optimizer = method.optimizer(self.model, lr=trial.lr, **method.graph_options, **trial.options)
         self.rates = [torch.full((), g["lr"], device=feed.x.device) for g in self.optimizer.param_groups]
         if trial.decay_lr:
