@@ -1,0 +1,819 @@
+"""`Whitened` and `EvenStep` against slow loops on explicit v, and what torch promises of the rules they run.
+
+With β = 1: gradient on v is α_i (G_ij − μ_i b_j) and b_j, and whatever a rule remembers stays on v, untransported.
+"""
+
+import copy
+import functools
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import evenstep
+import oracle
+from evenstep import Whitened, proxies
+
+OFF = {"fresh_max": None, "trust": None}
+RULES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "dampening": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02}),
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "betas": (0.5, 0.8), "amsgrad": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.02}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.02, "betas": (0.5, 0.6)}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.02, "momentum": 0.5, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.02}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+}
+every_rule = pytest.mark.parametrize("name", RULES)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def network():
+    """Convolutions with padding, stride and groups, a layer without bias, all in float64."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, stride=2, groups=2), nn.Softplus(),
+        nn.Flatten(), nn.Linear(24, 5, bias=False), nn.Softplus(), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+
+
+def drifting(steps=5, shock=1.0):
+    """Batches whose means and scales change from one to the next, so that the constants move; the last is a shock."""
+    sizes = [1 + 0.3 * k for k in range(steps - 1)] + [shock]
+    return [(size * (k / 3 + randn(5, 2, 4, 4)), randn(5, 3)) for k, size in enumerate(sizes)]
+
+
+def train(optimizer, model, batches):
+    for x, t in batches:
+        optimizer.zero_grad()
+        oracle.log_cosh(model(x), t).mean().backward()
+        optimizer.step()
+
+
+class RuleOnV(oracle.OnV):
+    """A torch rule on the explicit v of every layer, recomputed from w at every step, with β = 1.
+
+    `build` makes the layer's own torch optimizer from stand-ins that start at zero at every step, or (`explicit`) that
+    are v itself. `joint` shows it [weight | bias] as one matrix.
+    """
+
+    def __init__(self, model, build, *, joint=False, explicit=False, **keywords):
+        super().__init__(model, lr=0.0, **keywords)
+        self.build, self.joint, self.explicit = build, joint, explicit
+        self.rules = [None] * len(self.layers)
+
+    def squared(self, k, x, t, energy):
+        return torch.ones(oracle.units(self.layers[k])).double()
+
+    def frame(self, k, x, y, g2):
+        c, spread, fresh = super().frame(k, x, y, g2)
+        return c._replace(beta=torch.ones_like(c.beta)), spread, fresh
+
+    def moved(self, k, c, x, t, energy):
+        def loss(weight, biases):
+            w, b = [*self.w], [*self.b]
+            w[k], b[k] = weight, biases[0] if biases else self.b[k]
+            return energy(self.run(x, w, b)[1], t).mean()
+
+        layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
+        grads, leaves = oracle.gradient_on_v(loss, layer, self.w[k], biases, c)
+        steps = self.steps(k, grads, [leaf.detach() for leaf in leaves])
+        v, *v0 = (leaf.detach() + step for leaf, step in zip(leaves, steps, strict=True))
+        return oracle.to_w(layer, v, v0, c) if biases else (oracle.to_w_biasless(layer, v, c), [])
+
+    def steps(self, k, grads, v):
+        """What the rule makes of the gradient."""
+        layer, shapes = self.layers[k], [g.shape for g in grads]
+        if self.joint:
+            grads, v = [as_matrix(layer, *grads)], [as_matrix(layer, *v)]
+        if self.rules[k] is None:
+            stand_ins = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+            self.rules[k] = (self.build(k, stand_ins), stand_ins)
+        rule, stand_ins = self.rules[k]
+        starts = v if self.explicit else [torch.zeros_like(g) for g in grads]
+        for q, start, g in zip(stand_ins, starts, grads, strict=True):
+            q.data.copy_(start)
+            q.grad = g.clone()
+        rule.step()
+        steps = [q.detach() - start for q, start in zip(stand_ins, starts, strict=True)]
+        return as_parts(layer, steps[0], shapes) if self.joint else steps
+
+
+def as_matrix(layer, weight, bias=None):
+    """[unit, inputs · kernel + 1]; a transposed convolution (of one group) has its units in the second dimension."""
+    rows = (weight.transpose(0, 1) if isinstance(layer, oracle.TRANSPOSED) else weight).flatten(1)
+    return rows if bias is None else torch.cat([rows, bias.unsqueeze(1)], dim=1)
+
+
+def as_parts(layer, matrix, shapes):
+    """The inverse of `as_matrix`."""
+    shape, *bias = shapes
+    rows, last = (matrix[:, :-1], [matrix[:, -1]]) if bias else (matrix, [])
+    if isinstance(layer, oracle.TRANSPOSED):
+        return [rows.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1), *last]
+    return [rows.reshape(shape), *last]
+
+
+def same_as(cls, keywords, **more):
+    """A builder of the reference's torch rule."""
+    return lambda k, stand_ins: cls(stand_ins, **{**keywords, "weight_decay": 0, **more})
+
+
+def follow(reference, batches):
+    """Run the reference; the smallest trust factor it used."""
+    return min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
+
+
+def same_parameters(reference, model, tolerance=1e-9):
+    layers = [module for module in model if isinstance(module, oracle.LAYERS)]
+    for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
+        assert_close(layer.weight.detach(), w, rtol=tolerance, atol=tolerance)
+        if b is not None:
+            assert_close(layer.bias.detach(), b, rtol=tolerance, atol=tolerance)
+
+
+# the rule on v
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "dampening", "nesterov"])
+def test_whitened_sgd_is_sgd_on_explicit_v_while_the_constants_move(name):
+    cls, keywords = RULES[name]
+    model, batches = network(), drifting()
+    settings = {"decay": 0.6, "damping": 0.1, **OFF}
+    reference = RuleOnV(model, same_as(cls, keywords), explicit=True, **settings)
+    train(Whitened(model, cls, **keywords, **settings), model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model)
+
+
+@every_rule
+def test_whitened_is_the_rule_by_hand_on_the_gradients_on_v(name):
+    cls, keywords = RULES[name]
+    model, batches = network(), drifting()
+    settings = {"decay": 0.6, "damping": 0.1, **OFF}
+    reference = RuleOnV(model, same_as(cls, keywords), **settings)
+    train(Whitened(model, cls, **keywords, **settings), model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "AdamW", "RMSprop"])
+def test_guards_act_on_the_rules_whole_step(name):
+    cls, keywords = RULES[name]
+    keywords = {**keywords, "lr": 0.3}
+    model, batches = network(), drifting(shock=30.0)
+    settings = {"decay": 0.6, "damping": 0.1, "fresh_max": 2.0, "trust": 0.1}
+    reference = RuleOnV(model, same_as(cls, keywords), **settings)
+    train(Whitened(model, cls, **keywords, **settings), model, batches)
+    assert follow(reference, batches) < 0.5
+    same_parameters(reference, model)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda bias: nn.Linear(4, 6, bias=bias),
+        lambda bias: nn.Conv2d(4, 6, 2, groups=2, bias=bias),
+        lambda bias: nn.ConvTranspose2d(4, 6, 2, stride=2, bias=bias),
+    ],
+    ids=["linear", "grouped", "transposed"],
+)
+def test_muon_sees_a_layer_as_one_matrix_with_the_bias_as_a_column(layer, bias):
+    model = nn.Sequential(layer(bias).double(), nn.Tanh())
+    shape = (4,) if isinstance(model[0], nn.Linear) else (4, 3, 3)
+    inputs = [(1 + 0.3 * k) * (1 + randn(6, *shape)) for k in range(4)]
+    batches = [(x, randn(*model(x).shape)) for x in inputs]
+    keywords, settings = {"lr": 0.05, "momentum": 0.8}, {"decay": 0.6, "damping": 0.1, **OFF}
+    reference = RuleOnV(model, same_as(torch.optim.Muon, keywords), joint=True, **settings)
+    train(Whitened(model, torch.optim.Muon, **keywords, **settings), model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model, 1e-8)
+
+
+def test_muon_trains_a_whole_network_and_any_rule_may_be_joint():
+    for cls, keywords in ((torch.optim.Muon, {"lr": 0.05}), (torch.optim.AdamW, {"lr": 0.02, "joint": True})):
+        model, batches = network(), drifting()
+        settings = {"decay": 0.6, "damping": 0.1, "fresh_max": 2.0, "trust": 0.1}
+        rule = {k: v for k, v in keywords.items() if k != "joint"}
+        reference = RuleOnV(model, same_as(cls, rule), joint=True, **settings)
+        train(Whitened(model, cls, **keywords, **settings), model, batches)
+        follow(reference, batches)
+        same_parameters(reference, model, 1e-8)
+
+
+def test_joint_off_gives_muon_the_matrices_and_the_plain_rule_what_it_refuses():
+    """Muon takes matrices alone: biases go to AdamW, as the parameters outside layers do."""
+    model, batches = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), []
+    for k in range(3):
+        batches.append(((1 + k) * (1 + randn(6, 4)), randn(6, 3)))
+    settings = {"decay": 0.6, **OFF, "damping": 0.1}
+
+    class Both:
+        """A matrix under Muon, its bias under AdamW at `plain_lr`."""
+
+        def __init__(self, stand_ins):
+            self.parts = (
+                torch.optim.Muon(stand_ins[:1], lr=0.05, weight_decay=0),
+                torch.optim.AdamW(stand_ins[1:], lr=0.01, weight_decay=0),
+            )
+
+        def step(self):
+            for part in self.parts:
+                part.step()
+
+    reference = RuleOnV(model, lambda k, stand_ins: Both(stand_ins), **settings)
+    optimizer = Whitened(model, torch.optim.Muon, lr=0.05, joint=False, plain_lr=0.01, **settings)
+    train(optimizer, model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model, 1e-8)
+
+
+def test_each_group_has_its_own_options_and_a_bias_those_of_its_group():
+    model, batches = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), []
+    for k in range(4):
+        batches.append(((1 + k) * (1 + randn(6, 4)), randn(6, 3)))
+    options = [
+        [{"lr": 0.05, "betas": (0.8, 0.9)}, {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-3}],
+        [{"lr": 0.02}, {"lr": 0.02}],
+    ]
+
+    def build(k, stand_ins):
+        groups = [{"params": [q], **o} for q, o in zip(stand_ins, options[k], strict=True)]
+        return torch.optim.AdamW(groups, weight_decay=0)
+
+    settings = {"decay": 0.6, "damping": 0.1, "fresh_max": 2.0, "trust": 0.1}
+    reference = RuleOnV(model, build, **settings)
+    groups = [
+        {"params": [model[0].weight], **options[0][0]},
+        {"params": [model[0].bias], **options[0][1]},
+        {"params": model[2].parameters(), **options[1][0]},
+    ]
+    train(Whitened(groups, torch.optim.AdamW, model=model, **settings), model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model)
+
+
+# identity constants: the rule itself
+
+
+def plain_network():
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3, bias=False)).double()
+
+
+def plain_batches(steps=6):
+    return [(1 + randn(7, 4), randn(7, 3)) for _ in range(steps)]
+
+
+def uncovered(params, base, **keywords):
+    """`Whitened` with every layer excluded, so that v is w."""
+    with pytest.warns(UserWarning, match="Whitened: no layer of this Sequential is covered"):
+        return Whitened(params, base, exclude=["*"], **keywords)
+
+
+@every_rule
+def test_identity_constants_give_the_rule_itself(name):
+    cls, keywords = RULES[name]
+    model, batches = plain_network(), plain_batches()
+    twin = copy.deepcopy(model)
+    train(uncovered(model, cls, **keywords), model, batches)
+    train(cls(twin.parameters(), **{**keywords, "weight_decay": 0}), twin, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+SCHEDULES = {
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=6),
+    "lambda": lambda o: LambdaLR(o, [lambda k: 0.5**k, lambda k: 1 / (1 + k)]),
+    "one cycle": lambda o: OneCycleLR(o, max_lr=[0.05, 0.02], total_steps=6),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["nesterov", "AdamW", "RMSprop"])
+def test_schedules_and_groups_act_as_in_torch(name, schedule):
+    """OneCycleLR moves momentum or betas too."""
+    cls, keywords = RULES[name]
+    model, batches = plain_network(), plain_batches()
+    twin = copy.deepcopy(model)
+
+    def groups(m):
+        return [{"params": m[0].parameters(), "lr": 0.03}, {"params": [*m[1].parameters(), *m[3].parameters()]}]
+
+    optimizers = uncovered(groups(model), cls, model=model, **keywords), cls(groups(twin), **keywords, weight_decay=0)
+    schedulers = [SCHEDULES[schedule](o) for o in optimizers]
+    for one_batch in batches[:5]:
+        for optimizer, scheduler, m in zip(optimizers, schedulers, (model, twin), strict=True):
+            train(optimizer, m, [one_batch])
+            scheduler.step()
+    rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
+    assert rates[0] == rates[1] != [0.03, keywords["lr"]]
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "nesterov", "Muon"])
+def test_a_schedule_scales_the_whitened_step(name):
+    """Halving lr in the groups halves the step on w; guards off, since a held step does not scale."""
+    cls, keywords = RULES.get(name, (torch.optim.Muon, {"lr": 0.02}))
+    model, batches = network(), drifting()
+    twin = copy.deepcopy(model)
+    optimizers = [Whitened(m, cls, **keywords, **OFF) for m in (model, twin)]
+    for optimizer, m in zip(optimizers, (model, twin), strict=True):
+        train(optimizer, m, batches[:4])
+    before = [p.detach().clone() for p in model.parameters()]
+    LambdaLR(optimizers[1], lambda k: 0.5)
+    for optimizer, m in zip(optimizers, (model, twin), strict=True):
+        train(optimizer, m, batches[4:])
+    for p, q, old in zip(model.parameters(), twin.parameters(), before, strict=True):
+        assert_close((p - old) / 2, q - old, rtol=1e-9, atol=1e-12)
+
+
+# weight decay
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Muon, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_the_rule_never_decays_and_ours_shrinks_w(cls, decay):
+    """With zero gradients nothing moves but by our decay: AdamW's 0.01 and Muon's 0.1 do not leak."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    optimizer = Whitened(model, cls, lr=0.5, weight_decay=decay, plain_lr=0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    (0 * model(randn(5, 4))).sum().backward()
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert_close(p.detach(), old * (1 - 0.5 * decay), rtol=1e-14, atol=0)
+    assert all(group["weight_decay"] == decay for group in optimizer.param_groups)
+
+
+def test_decay_adds_to_the_whitened_step_and_follows_its_group():
+    twins = [nn.Sequential(nn.Linear(4, 3)).double() for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    before = [p.detach().clone() for p in twins[0].parameters()]
+    one_batch = [(1 + randn(5, 4), randn(5, 3))]
+    for model, own, rest in zip(twins, (0.3, 0.0), (0.05, 0.0), strict=True):
+        weight, bias = model.parameters()
+        groups = [{"params": [weight], "weight_decay": own}, {"params": [bias], "lr": 0.1}]
+        train(Whitened(groups, torch.optim.AdamW, model=model, lr=0.02, weight_decay=rest), model, one_batch)
+    shrinks = (0.02 * 0.3, 0.1 * 0.05)
+    for p, q, old, shrink in zip(*(m.parameters() for m in twins), before, shrinks, strict=True):
+        assert_close(p.detach(), q.detach() - shrink * old, rtol=1e-12, atol=1e-14)
+
+
+def test_a_weight_decay_inside_a_partial_does_not_reach_the_rule():
+    base = functools.partial(torch.optim.AdamW, weight_decay=0.5, betas=(0.5, 0.6))
+    model = nn.Linear(3, 2).double()
+    optimizer = Whitened(model, base, lr=0.1)
+    before = model.weight.detach().clone()
+    (0 * model(randn(4, 3))).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+    assert optimizer.param_groups[0]["weight_decay"] == 0
+
+
+# the plain rule
+
+
+class Outside(nn.Module):
+    """Two layers, and a parameter of each dimension outside any layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.mix = nn.Parameter(torch.eye(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x)))) @ self.mix
+
+
+@pytest.mark.parametrize(
+    ("base", "plain", "rule"),
+    [
+        (torch.optim.Muon, None, functools.partial(torch.optim.AdamW, lr=1e-3)),
+        (torch.optim.Muon, torch.optim.AdamW, functools.partial(torch.optim.AdamW, lr=1e-3)),
+        *[
+            (base, plain, plain)
+            for base in (torch.optim.Muon, torch.optim.AdamW)
+            for plain in (
+                functools.partial(torch.optim.SGD, lr=0.03),
+                functools.partial(torch.optim.SGD, lr=0.03, momentum=0.5),
+                functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.5, 0.6), eps=1e-2),
+                functools.partial(torch.optim.RMSprop, lr=0.01, alpha=0.5),
+            )
+        ],
+    ],
+    ids=lambda value: str(getattr(value, "keywords", None) or getattr(value, "__name__", value)),
+)
+def test_parameters_outside_layers_follow_the_plain_rule(base, plain, rule):
+    """As that rule, options of its own included, makes of the same gradients."""
+    model = Outside().double()
+    optimizer = Whitened(model, base, lr=0.02, plain=plain)
+    outside = [model.norm.weight, model.norm.bias, model.mix]
+    twins = [nn.Parameter(p.detach().clone()) for p in outside]
+    by_hand = rule(twins, weight_decay=0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        oracle.log_cosh(model(1 + randn(6, 4)), randn(6, 3)).mean().backward()
+        for p, q in zip(outside, twins, strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        by_hand.step()
+    for p, q in zip(outside, twins, strict=True):
+        assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_plain_rule_follows_schedules_at_its_own_rate():
+    model = Outside().double()
+    optimizer = Whitened(model, torch.optim.Muon, lr=0.02, plain=functools.partial(torch.optim.SGD, lr=0.1))
+    scheduler = LambdaLR(optimizer, lambda k: 0.5**k)
+    for rate in (0.1, 0.05, 0.025):
+        before = model.mix.detach().clone()
+        optimizer.zero_grad()
+        oracle.log_cosh(model(1 + randn(6, 4)), randn(6, 3)).mean().backward()
+        step = -rate * model.mix.grad
+        optimizer.step()
+        scheduler.step()
+        assert_close(model.mix.detach() - before, step, rtol=1e-9, atol=1e-12)
+
+
+def test_a_partial_of_muon_is_muon():
+    """Its matrices are joint and the rest goes to AdamW, as for the class itself."""
+    twins = [Outside().double() for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    batches = plain_batches(3)
+    train(Whitened(twins[0], torch.optim.Muon, lr=0.02, ns_steps=4), twins[0], batches)
+    train(Whitened(twins[1], functools.partial(torch.optim.Muon, ns_steps=4), lr=0.02), twins[1], batches)
+    for p, q in zip(twins[0].parameters(), twins[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# state
+
+
+@pytest.mark.parametrize("name", [*RULES, "Muon"])
+def test_the_rules_state_is_in_state_dict_and_resumes_bit_exactly(name):
+    cls, keywords = RULES.get(name, (torch.optim.Muon, {"lr": 0.02}))
+    model, batches = network(), drifting(6)
+    optimizer = Whitened(model, cls, **keywords)
+    train(optimizer, model, batches[:3])
+    p = nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.ones(2, 2)
+    (bare := cls([p], **keywords)).step()
+    for state in [optimizer.state_dict()["state"][0]]:
+        assert set(bare.state[p]) - {k for k, v in bare.state[p].items() if v is None} <= set(state)
+
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(optimizer, model, batches[3:])
+    file.seek(0)
+    saved_model, saved_optimizer = torch.load(file, weights_only=True)
+    other = network()
+    other.load_state_dict(saved_model)
+    resumed = Whitened(other, cls, **keywords)
+    resumed.load_state_dict(saved_optimizer)
+    train(resumed, other, batches[3:])
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_changing_a_group_by_hand_reaches_the_rule():
+    model, batches = plain_network(), plain_batches()
+    twin = copy.deepcopy(model)
+    optimizers = (
+        uncovered(model, torch.optim.AdamW, lr=0.02),
+        torch.optim.AdamW(twin.parameters(), 0.02, weight_decay=0),
+    )
+    for optimizer, m in zip(optimizers, (model, twin), strict=True):
+        train(optimizer, m, batches[:3])
+        optimizer.param_groups[0].update(betas=(0.3, 0.5), eps=0.1, lr=0.1)
+        train(optimizer, m, batches[3:])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+# what is refused
+
+
+class Base(torch.optim.Optimizer):
+    """A third-party rule: subclasses say what to do with a parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, p.grad, group, self.state[p])
+
+
+class Lion(Base):
+    """Sign of an interpolated momentum; ignores the parameter's value."""
+
+    def move(self, p, grad, group, state):
+        m = state.setdefault("m", torch.zeros_like(p))
+        p.sub_(group["lr"] * torch.sign(0.9 * m + 0.1 * grad))
+        m.mul_(0.99).add_(grad, alpha=0.01)
+
+
+class Lars(Base):
+    """A step as long as the parameter."""
+
+    def move(self, p, grad, group, state):
+        p.sub_(group["lr"] * p.norm() * grad / grad.norm())
+
+
+class Shrinking(Base):
+    """Decays under a name of its own, and only a little."""
+
+    def __init__(self, params, lr=0.1, shrink=1e-2):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "shrink": shrink})
+
+    def move(self, p, grad, group, state):
+        p.sub_(group["lr"] * (grad + group["shrink"] * p))
+
+
+class CountsInGroup(Base):
+    """Keeps its step count in the group, as several published rules do: the steps shrink as 1/k."""
+
+    def move(self, p, grad, group, state):
+        if p is group["params"][0]:
+            group["k"] = group.get("k", 0) + 1
+        p.sub_(group["lr"] / group["k"] * grad)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """A rule that has no stepsize to speak of."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad)
+
+
+@pytest.mark.parametrize(
+    ("base", "keywords", "message"),
+    [
+        (torch.optim.LBFGS, {}, "LBFGS cannot run in whitened coordinates: it evaluates the loss several times"),
+        (torch.optim.SparseAdam, {}, "SparseAdam cannot run in whitened coordinates: it takes sparse gradients"),
+        (torch.optim.ASGD, {}, "ASGD cannot run in whitened coordinates: it averages and decays the parameters"),
+        (torch.optim.Adafactor, {}, "Adafactor cannot run in whitened coordinates: its relative step"),
+        (functools.partial(torch.optim.LBFGS, lr=0.1), {}, "LBFGS cannot run in whitened coordinates"),
+        (nn.Linear, {}, r"base must be a torch\.optim\.Optimizer class; got <class"),
+        ("AdamW", {}, r"base must be a torch\.optim\.Optimizer class; got 'AdamW'\."),
+        (None, {}, r"base must be a torch\.optim\.Optimizer class; got None\."),
+        (torch.optim.SGD([torch.zeros(1)]), {}, r"base must be a torch\.optim\.Optimizer class; got SGD"),
+        (torch.optim.SGD, {"betas": (0.9, 0.99)}, "SGD does not take these keywords: .*'betas'"),
+        (torch.optim.AdamW, {"beta": 0.9, "lr": 0.1}, "AdamW does not take these keywords: .*'beta'"),
+        (Lars, {}, "Lars cannot run in whitened coordinates: its step depends on the parameter"),
+        (Lars, {"lr": 1e-8}, "Lars cannot run in whitened coordinates: its step depends on the parameter"),
+        (Shrinking, {}, "Shrinking cannot run in whitened coordinates: its step depends on the parameter"),
+        (Shrinking, {"lr": 1e-3, "shrink": 1e-4}, "Shrinking cannot run .* its step depends on the parameter"),
+        (WithoutRate, {}, "WithoutRate .*lr"),
+    ],
+)
+def test_bases_that_cannot_serve_are_refused_by_message(base, keywords, message):
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"^Whitened: {message}"):
+        Whitened(model, base, **keywords)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"trust": 0}, "Whitened: trust must be a finite number > 0, or None to turn it off; got 0"),
+        ({"trust": -1.0}, "Whitened: trust must be a finite number > 0"),
+        ({"fresh_max": 0.0}, "Whitened: fresh_max must be a finite number > 0"),
+        ({"betas": (1.5, 0.9)}, r"Invalid beta parameter at index 0: 1\.5"),
+        ({"lr": -1.0}, r"Invalid learning rate: -1\.0"),
+        ({"plain": torch.optim.LBFGS}, "Whitened: LBFGS cannot run in whitened coordinates"),
+    ],
+)
+def test_bad_keywords_leave_the_model_alone(keywords, message):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=message):
+        Whitened(model, torch.optim.AdamW, **keywords)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("cls", [Lion, CountsInGroup])
+def test_a_third_party_rule_that_ignores_the_parameters_value_serves(cls):
+    model, batches = network(), drifting()
+    settings = {"decay": 0.6, "damping": 0.1, **OFF}
+    reference = RuleOnV(model, lambda k, stand_ins: cls(stand_ins, lr=0.01), **settings)
+    train(Whitened(model, cls, lr=0.01, **settings), model, batches)
+    follow(reference, batches)
+    same_parameters(reference, model)
+
+
+# memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made under this mode held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.now, self.peak = weakref.WeakKeyDictionary(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        given = {t.untyped_storage() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for t in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(t) and t.untyped_storage() not in given and t.untyped_storage() not in self.seen:
+                storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
+                self.seen[storage] = size
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, size)
+        return result
+
+    def gone(self, size):
+        self.now -= size
+
+
+def tower(layers=16, width=32):
+    return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
+
+
+def tensors():
+    """All tensors that Python knows (asking a stranger for its class may warn; its type does not)."""
+    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+
+
+def held(*values):
+    """The storages of tensors, nested in any way."""
+    return {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(t)}
+
+
+@pytest.mark.parametrize("name", ["SGD", "nesterov", "AdamW", "Muon", "Adagrad"])
+def test_nothing_of_a_parameters_size_outlasts_a_step_but_the_rules_state(name):
+    cls, keywords = RULES.get(name, (torch.optim.Muon, {"lr": 0.02}))
+    gc.collect()
+    others = {id(t) for t in tensors()}
+    model = tower(4, 32)
+    optimizer = Whitened(model, cls, **keywords)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+    gc.collect()
+    parameters = list(model.parameters())
+    known = held(parameters, [p.grad for p in parameters], [optimizer.state[p] for p in parameters])
+    extra = [t for t in tensors() if id(t) not in others and t.untyped_storage().data_ptr() not in known]
+    assert max(t.untyped_storage().nbytes() // t.element_size() for t in extra) < 4 * 32
+    bare = cls([nn.Parameter(torch.zeros(32, 33))], **keywords)
+    bare.param_groups[0]["params"][0].grad = torch.ones(32, 33)
+    bare.step()
+    rule = sum(t.numel() for s in bare.state.values() for t in s.values() if torch.is_tensor(t))
+    ours = [t for p in parameters for t in optimizer.state[p].values() if torch.is_tensor(t)]
+    assert sum(t.numel() for t in ours) <= 4 * (rule + 2 * 32 + 8)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("SGD", 0.5), ("nesterov", 0.5), ("AdamW", 2.5), ("Muon", 2.5)])
+def test_a_step_needs_two_temporaries_of_the_models_size_at_most_and_none_for_sgd(name, limit):
+    """Limits in sizes of the model: on top of the two, one layer's own arithmetic, a sixteenth of the model each."""
+    cls, keywords = RULES.get(name, (torch.optim.Muon, {"lr": 0.02}))
+    model = tower()
+    optimizer = Whitened(model, cls, **keywords)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        with Peak() as peak:
+            optimizer.step()
+    assert peak.peak <= limit * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "most"), [("SGD", 2), ("nesterov", 2), ("AdamW", 2 * 16)])
+def test_sgd_is_shown_one_layer_at_a_time(monkeypatch, name, most):
+    cls, keywords = RULES[name]
+    calls, original = [], proxies.steps_of
+
+    def steps_of(base, shown, state):
+        calls.append(len(shown))
+        return original(base, shown, state)
+
+    monkeypatch.setattr(proxies, "steps_of", steps_of)
+    model = tower()
+    optimizer = Whitened(model, cls, **keywords)
+    model(torch.randn(8, 32)).square().mean().backward()
+    optimizer.step()
+    assert max(calls) == most and sum(calls) == 2 * 16
+
+
+# EvenStep
+
+
+class EvenOnV(RuleOnV):
+    """EvenStep as its documentation has it, unit by unit on explicit v."""
+
+    def __init__(self, model, *, lr, momentum, eps, decay, **keywords):
+        super().__init__(model, None, decay=decay, **keywords)
+        self.settings, self.memory = (lr, momentum, eps, decay), {}
+
+    def steps(self, k, grads, v):
+        lr, m, eps, decay = self.settings
+        layer = self.layers[k]
+        _, unit = oracle.places(layer)
+        total, weight, buffers = self.memory.get(
+            k, (torch.zeros(oracle.units(layer)).double(), 0.0, [0.0] * len(grads))
+        )
+        buffers = [m * old + g for old, g in zip(buffers, grads, strict=True)]
+        square = oracle.sum_per_unit(unit, grads[0] ** 2, len(total)) + (grads[1] ** 2 if len(grads) > 1 else 0)
+        total, weight = decay * total + (1 - decay) * square, decay * weight + (1 - decay)
+        self.memory[k] = total, weight, buffers
+        root = (eps + torch.maximum(total / weight, square)).sqrt()
+        ahead = [(1 - m) * (g + m * b) for g, b in zip(grads, buffers, strict=True)]
+        return [-lr * a / over for a, over in zip(ahead, (root[unit], root), strict=False)]
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("guards", [OFF, {"fresh_max": 2.0, "trust": 0.1}], ids=["bare", "guarded"])
+def test_even_step_is_its_documentation(guards, momentum, eps):
+    model, batches = network(), drifting(shock=1.0 if guards is OFF else 30.0)
+    settings = {"lr": 0.1, "momentum": momentum, "eps": eps, "decay": 0.6, "damping": 0.1, **guards}
+    reference = EvenOnV(model, **settings)
+    train(evenstep.EvenStep(model, **settings), model, batches)
+    smallest = follow(reference, batches)
+    assert smallest == 1 if guards is OFF else smallest < 0.9
+    same_parameters(reference, model)
+
+
+def test_every_unit_takes_a_step_of_at_most_lr_on_v():
+    """A single step: √(g²/max(R, ‖g‖²)) = 1 for each unit, whatever its gradient's size."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, t = 1 + randn(8, 4), 100 * randn(8, 3)
+    seen = [x, torch.tanh(model[0](x)).detach()]
+    before = copy.deepcopy(model)
+    train(evenstep.EvenStep(model, lr=0.01, momentum=0.0, damping=0.1, **OFF), model, [(x, t)])
+    for layer, old, met in zip((model[0], model[2]), (before[0], before[2]), seen, strict=True):
+        mean, var = oracle.mean_var(met)
+        dw, db = (layer.weight - old.weight).detach(), (layer.bias - old.bias).detach()
+        length2 = (db + dw @ mean) ** 2 + dw**2 @ oracle.damped(var, 0.1)
+        assert_close(length2.sqrt(), torch.full((len(db),), 0.01).double())
+
+
+def test_even_step_on_weights_tied_under_two_biases():
+    """One weight under two biases: both biases are part of the unit."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 3)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.one(x) + torch.tanh(self.two(x))
+
+    model = Tied()
+    optimizer = evenstep.EvenStep(model, lr=0.01)
+    losses = []
+    x, t = 1 + torch.randn(16, 4), torch.randn(16, 3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), t)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert optimizer.state[model.one.weight]["square"].numel() == 3
+
+
+def test_even_step_keeps_one_momentum_one_float_per_unit_and_two_per_input():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+    optimizer = evenstep.EvenStep(model)
+    functional.cross_entropy(model(torch.randn(4, 3, 4, 4)), torch.randint(0, 5, (4,))).backward()
+    optimizer.step()
+    for layer, inputs, units in ((model[0], 3, 8), (model[3], 32, 5)):
+        weight, bias = optimizer.state[layer.weight], optimizer.state[layer.bias]
+        sizes = {k: v.numel() for k, v in weight.items()}
+        assert weight["momentum_buffer"].shape == layer.weight.shape
+        assert bias["momentum_buffer"].shape == layer.bias.shape
+        arrays = sorted(size for k, size in sizes.items() if k != "momentum_buffer" and size > 1)
+        assert arrays == sorted([inputs, inputs, units])
+        assert sum(size == 1 for size in sizes.values()) <= 5
+        assert all(v.numel() == 1 for k, v in bias.items() if k != "momentum_buffer")
