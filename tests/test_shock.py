@@ -1,10 +1,18 @@
 """Shocks: a tenth of a hidden layer's units rescaled by κ in mid-training, the function unchanged (§4.4).
 
 An MLP 256-120-84-10 on the shipped Fashion-MNIST subset at half resolution, batch 64. After BEFORE steps, 12 of the 120
-units of the first layer get their weights and bias times κ, and the next layer's weights over κ. What follows is the
-mean training loss over the next AFTER steps, on the same batches, over that of the run without a shock; mean of SEEDS.
+units of the first layer get their weights and bias times κ, and the next layer's weights over κ. A ratio is the mean
+training loss over the next AFTER steps over that of a run without a shock, on the same batches. Mean of four seeds, as
+`python tests/test_shock.py` prints it (a seed alone is within 0.02 of it where the ratio is near 1):
 
-TABLE
+| κ | 0.01 | 0.03 | 10 | 30 | 100 |
+| --- | --- | --- | --- | --- | --- |
+| WhitenedSGD | 1.016 | 1.017 | 1.004 | 1.007 | 1.008 |
+| EvenStep | 1.268 | 1.200 | 0.973 | 0.964 | 0.963 |
+| Whitened(AdamW) | 1.212 | 1.098 | 1.001 | 1.003 | 1.004 |
+| unguarded WhitenedSGD | 4584 | 24.30 | 1.111 | 10.40 | 782.5 |
+| unguarded EvenStep | 2.776 | 1.412 | 0.986 | 1.041 | 1.492 |
+| unguarded Whitened(AdamW) | 1.562 | 1.146 | 0.999 | 1.009 | 1.105 |
 """
 
 import copy
@@ -20,11 +28,14 @@ from evenstep.lab.data import fashion_mnist_subset
 
 KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
 BEFORE, AFTER, SEEDS = 150, 100, (0, 1)
+OFF = {"fresh_max": None, "trust": None}
 OPTIMIZERS = {
     "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
     "EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05),
     "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
-    "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, fresh_max=None, trust=None),
+    "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, **OFF),
+    "unguarded EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05, **OFF),
+    "unguarded Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3, **OFF),
 }
 
 
@@ -51,10 +62,10 @@ def train(model, optimizer, steps):
     (x, y), losses = images(), []
     for rows in steps:
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x[rows]), y[rows])
-        loss.backward()
+        error = functional.cross_entropy(model(x[rows]), y[rows])
+        error.backward()
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(error.detach())
     return float(torch.stack(losses).mean())
 
 
@@ -72,36 +83,47 @@ def shock(model, kappa, seed):
 
 
 @functools.cache
-def losses(name, seed):
-    """Loss after a shock of each κ, and after none (κ = 1), from one and the same training before it."""
-    model, steps = network(seed), batches(seed)
+def before_the_shock(name, seed):
+    """The state of a model and its optimizer, trained up to the shock."""
+    model = network(seed)
     optimizer = OPTIMIZERS[name](model)
-    train(model, optimizer, steps[:BEFORE])
-    found = {}
-    for kappa in (1.0, *KAPPAS):
-        fork = network(seed)
-        fork.load_state_dict(model.state_dict())
-        forked = OPTIMIZERS[name](fork)
-        forked.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if kappa != 1:
-            shock(fork, kappa, seed)
-        found[kappa] = train(fork, forked, steps[BEFORE:])
-    return found
+    train(model, optimizer, batches(seed)[:BEFORE])
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
-def ratio(name, kappa):
-    """Mean over seeds of the loss after a shock, over that without."""
-    return sum(losses(name, seed)[kappa] for seed in SEEDS) / sum(losses(name, seed)[1.0] for seed in SEEDS)
+@functools.cache
+def loss(name, seed, kappa):
+    """Mean training loss after a shock of κ, or after none (κ = 1)."""
+    model_state, optimizer_state = copy.deepcopy(before_the_shock(name, seed))
+    model = network(seed)
+    model.load_state_dict(model_state)
+    optimizer = OPTIMIZERS[name](model)
+    optimizer.load_state_dict(optimizer_state)
+    if kappa != 1:
+        shock(model, kappa, seed)
+    return train(model, optimizer, batches(seed)[BEFORE:])
+
+
+def ratio(name, kappa, seeds=SEEDS):
+    """The loss after a shock over that without, each a mean over seeds."""
+    return sum(loss(name, seed, kappa) for seed in seeds) / sum(loss(name, seed, 1) for seed in seeds)
 
 
 @pytest.mark.parametrize("kappa", KAPPAS)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "unguarded" not in name])
 def test_guarded_training_goes_on_as_if_nothing_had_happened(name, kappa):
+    """At most 5 % above the loss without a shock; below it is no fault."""
     assert ratio(name, kappa) < 1.05
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_unguarded_whitening_breaks(seed):
-    """At κ = 100 the mean loss is far above that of a network that knows nothing, ln 10."""
-    assert losses("unguarded WhitenedSGD", seed)[1.0] < 0.6
-    assert not losses("unguarded WhitenedSGD", seed)[100.0] < 5 * 2.303
+    """At κ = 100 the mean loss is far above ln 10, that of a network that knows nothing."""
+    assert loss("unguarded WhitenedSGD", seed, 1) < 0.6
+    assert not loss("unguarded WhitenedSGD", seed, 100) < 5 * 2.303
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in OPTIMIZERS:
+        print(f"| {name} |", *(f"{ratio(name, kappa, range(4)):#.4g} |" for kappa in KAPPAS))

@@ -491,6 +491,20 @@ def test_the_rules_state_is_in_state_dict_and_resumes_bit_exactly(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["AdamW", "RAdam", "RMSprop"])
+def test_loading_leaves_the_rules_step_count_where_the_rule_keeps_it(name):
+    """On the host, unless capturable: on the device every parameter's step would wait for it."""
+    cls, keywords = RULES[name]
+    models = [nn.Linear(4, 3).cuda() for _ in range(2)]
+    optimizers = [Whitened(model, cls, **keywords) for model in models]
+    models[0](torch.randn(5, 4, device="cuda")).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert optimizers[0].state[p]["step"].device == optimizers[1].state[q]["step"].device
+
+
 def test_changing_a_group_by_hand_reaches_the_rule():
     model, batches = plain_network(), plain_batches()
     twin = copy.deepcopy(model)
@@ -712,9 +726,9 @@ def test_sgd_is_shown_one_layer_at_a_time(monkeypatch, name, most):
     cls, keywords = RULES[name]
     calls, original = [], proxies.steps_of
 
-    def steps_of(base, shown, state):
+    def steps_of(base, shown, state, **keywords):
         calls.append(len(shown))
-        return original(base, shown, state)
+        return original(base, shown, state, **keywords)
 
     monkeypatch.setattr(proxies, "steps_of", steps_of)
     model = tower()

@@ -23,7 +23,7 @@ REFUSED = {
 
 
 class Proxy(NamedTuple):
-    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, and who rules it."""
+    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize."""
 
     p: Tensor
     grad: Tensor
@@ -49,9 +49,11 @@ class BaseRule:
             self.instance: Optimizer = self.make([nn.Parameter(torch.zeros(2, 2))])
         except TypeError as error:
             raise ValueError(f"{owner}: {self.name} does not take these keywords: {error}.") from error
+        if "lr" not in self.instance.defaults:
+            raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
         still, moved = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
-        if not torch.allclose(still, moved, rtol=1e-3, atol=1e-6):
+        if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
             raise ValueError(
                 f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
             )
@@ -76,11 +78,13 @@ def trial(make: Callable[..., Optimizer], start: float) -> Tensor:
     return p.detach() - start
 
 
-def steps_of(base: BaseRule, proxies: Sequence[Proxy], state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
-    """What one step of `rule` does to each proxy, stepsize and sign included.
+def steps_of(
+    base: BaseRule, proxies: Sequence[Proxy], state: dict[Tensor, dict[str, Any]], *, own_options: bool
+) -> list[Tensor]:
+    """What one step of the rule does to each proxy, stepsize and sign included.
 
-    The rule's memory lives in `state`, its hyperparameters in the proxies' groups; the instance holds nothing between
-    steps, so checkpoints, schedulers and surgery on the groups need no second thought.
+    The rule's memory lives in `state`; its options in the proxies' groups, or, with `own_options`, as it was made. The
+    instance holds nothing between steps, so checkpoints, schedulers and surgery on groups need no second thought.
     """
     stand_ins, rule = [], base.instance
     rule.state, rule.param_groups = defaultdict(dict), []
@@ -89,19 +93,26 @@ def steps_of(base: BaseRule, proxies: Sequence[Proxy], state: dict[Tensor, dict[
         q.grad = proxy.grad
         kept = {k: v for k, v in state[proxy.p].items() if k not in OURS}
         rule.state[q] = kept or base.remembers(q)
-        known = {k: proxy.group.get(k, value) for k, value in rule.defaults.items()}
-        known |= {"lr": plain_rate(proxy.lr), "params": [q], "maximize": False, "weight_decay": 0}
-        join(rule.param_groups, known)
+        options = {} if own_options else {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
+        join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
         stand_ins.append(q)
     rule.step()
+    groups = {q: group for group in rule.param_groups for q in group["params"]}
     for proxy, q in zip(proxies, stand_ins, strict=True):
         state[proxy.p].update(rule.state[q])
         q.grad = None
+        if not own_options:  # some rules count in their groups
+            proxy.group.update({k: v for k, v in groups[q].items() if k != "params" and k not in fixed(0)})
     rule.state, rule.param_groups = defaultdict(dict), []
     return [
         q.detach() * proxy.lr if isinstance(proxy.lr, Tensor) else q.detach()
         for proxy, q in zip(proxies, stand_ins, strict=True)
     ]
+
+
+def fixed(lr: Any) -> dict[str, Any]:
+    """What a rule gets whatever its options say: signs and decay are ours."""
+    return {"lr": plain_rate(lr), "maximize": False, "weight_decay": 0}
 
 
 def plain_rate(lr: Any) -> Any:

@@ -47,7 +47,7 @@ class Whitened(CoordinateOptimizer):
         """See the shared keywords in the API reference."""
         owner = type(self).__name__
         checks.learning_rate(owner, base_kwargs.get("lr", 0.0))
-        muon = getattr(base, "__name__", "") == "Muon"
+        muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
         if capturable:
             base_kwargs |= proxies.capturable(base)
         self._base = BaseRule(owner, base, base_kwargs)
@@ -95,21 +95,26 @@ class Whitened(CoordinateOptimizer):
             self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
             for block, frame in zip(blocks, moving, strict=True)
         ]
-        aside = [block.entry is None for block, ps in zip(blocks, shown, strict=True) for _ in ps]
-        steps = self._steps([p for ps in shown for p in ps], aside)
+        steps = self._steps([p for ps in shown for p in ps], [o for b in blocks for o in self._outside(b)])
         for block, frame, ps in zip(blocks, moving, shown, strict=True):
             mine, steps = steps[: len(ps)], steps[len(ps) :]
             self._move(block, frame, *self._read(block, mine), ok)
 
-    def _steps(self, shown: list[Proxy], aside: list[bool]) -> list[Tensor]:
-        """What the base does to each proxy, or the plain rule to those of parameters outside layers."""
+    def _outside(self, block: Block) -> list[bool]:
+        """Which of the block's proxies the plain rule moves, where there is one: what is no matrix of a layer."""
+        if block.entry is None:
+            return [True]
+        return [False] if block.group["joint"] else [p.dim() < 2 for p in block.parameters]
+
+    def _steps(self, shown: list[Proxy], outside: list[bool]) -> list[Tensor]:
+        """What the base does to each proxy, or the plain rule to those outside."""
         if self._plain is self._base:
-            return proxies.steps_of(self._base, shown, self.state)
+            return proxies.steps_of(self._base, shown, self.state, own_options=False)
         results = []
         for rule, side in ((self._base, False), (self._plain, True)):
-            part = [p for p, outside in zip(shown, aside, strict=True) if outside is side]
-            results.append(iter(proxies.steps_of(rule, part, self.state) if part else ()))
-        return [next(results[outside]) for outside in aside]
+            part = [p for p, o in zip(shown, outside, strict=True) if o is side]
+            results.append(iter(proxies.steps_of(rule, part, self.state, own_options=side) if part else ()))
+        return [next(results[side]) for side in outside]
 
     def _proxies(self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None) -> list[Proxy]:
         """The block's gradient on v as the rule is to see it."""
@@ -119,10 +124,13 @@ class Whitened(CoordinateOptimizer):
             grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
         if ok is not None:
             grads = [torch.where(ok, g, 0) for g in grads]
-        groups = [block.group, *block.bias_groups]
+        groups, lrs = [block.group, *block.bias_groups], rates(block)
+        if self._plain is not self._base and not block.aside:
+            ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, self._outside(block), strict=False)]
+            lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=False)]
         return [
             Proxy(p, g.to(p.dtype).contiguous(), group, lr)
-            for p, g, group, lr in zip(block.parameters, grads, groups, rates(block), strict=False)
+            for p, g, group, lr in zip(block.parameters, grads, groups, lrs, strict=False)
         ]
 
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
