@@ -269,10 +269,14 @@ def fresh_max(var, q, tau):
     return torch.stack([max(v, one / tau) for v, one in zip(var, q, strict=True)])
 
 
-def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radius):
-    """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) of each unit, one unit at a time; with several biases the tightest."""
+def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radius, crowd=None):
+    """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) of each unit, one unit at a time; with several biases the tightest.
+
+    With `crowd`, c is at most so many times the median of ‖δu_j‖/max(‖u_j‖, s₀) over the units that move, but
+    not under a tenth of itself.
+    """
     channel, unit = places(layer)
-    factors = torch.ones(units(layer)).double()
+    relative = torch.zeros(units(layer)).double()
     pairs = list(zip(biases, dbiases, strict=True)) or [(torch.zeros(units(layer)), torch.zeros(units(layer)))]
     for j in range(units(layer)):
         mine = unit == j
@@ -281,9 +285,11 @@ def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radiu
             ((b[j] + mu[i] @ w[mine]) ** 2 + w[mine] ** 2 @ spread[i]).sqrt().clamp(min=TRUST_FLOOR) for b, _ in pairs
         ]
         moves = [((d[j] + mu[i] @ dw[mine]) ** 2 + dw[mine] ** 2 @ fresh_spread[i]).sqrt() for _, d in pairs]
-        if max(moves) > 0:
-            factors[j] = min(1.0, radius * min(lengths) / max(moves))
-    return factors
+        relative[j] = max(moves) / min(lengths)
+    moving = sorted(r for r in relative.tolist() if r > 0)
+    if crowd is not None and moving:
+        radius = min(radius, max(radius / 10, crowd * moving[(len(moving) - 1) // 2]))
+    return torch.tensor([min(1.0, radius / r) if r > 0 else 1.0 for r in relative.tolist()], dtype=torch.float64)
 
 
 # A whole network
@@ -301,6 +307,8 @@ class OnV:
     Constants come from the batches before, or from the batch itself if it is the first; `step` then keeps its
     moments. `coordinates` is "whitened", "canonical" or "fan-in".
     """
+
+    crowd = None
 
     def __init__(
         self,
@@ -406,4 +414,5 @@ class OnV:
             return torch.ones(units(self.layers[k])).double()
         # a frozen bias does not move, and is part of its unit
         biases, db = ([], []) if self.b[k] is None else ([self.b[k]], db or [torch.zeros_like(self.b[k])])
-        return trust_factors(self.layers[k], self.w[k], biases, dw, db, c.mu, spread, fresh_spread, self.trust)
+        measures = (c.mu, spread, fresh_spread)
+        return trust_factors(self.layers[k], self.w[k], biases, dw, db, *measures, self.trust, self.crowd)

@@ -524,6 +524,25 @@ def test_a_model_moved_to_another_dtype_is_followed():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@every_optimizer
+def test_a_model_moved_to_another_device_is_followed_in_every_tensor(case):
+    """The meta device has no values, but refuses to mix with the CPU as a GPU does."""
+    if case.keywords.get("base") is torch.optim.AdamW:
+        pytest.skip("AdamW itself cannot run on the meta device without reading it")
+    model = network()
+    optimizer = case.build(model, **({"capturable": True} if case.cls is evenstep.Whitened else {}))
+    train(model, optimizer, [batch()])
+    old = list(model.parameters())
+    model.to("meta")  # makes new parameters, where a GPU would keep them: hand their state on
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    for p, q in zip(old, model.parameters(), strict=True):
+        optimizer.state[q] = optimizer.state.pop(p)
+    train(model, optimizer, [(x.to("meta"), y.to("meta")) for x, y in [batch(), batch()]])
+    for p in model.parameters():
+        state = optimizer.state[p]
+        assert state and all(v.is_meta for k, v in state.items() if k != "step" or case.cls is not evenstep.Whitened)
+
+
 @pytest.mark.gpu
 @every_optimizer
 def test_a_model_moved_to_another_device_is_followed(case):

@@ -71,6 +71,8 @@ class RuleOnV(oracle.OnV):
     are v itself. `joint` shows it [weight | bias] as one matrix.
     """
 
+    crowd = 3.0
+
     def __init__(self, model, build, *, joint=False, explicit=False, **keywords):
         super().__init__(model, lr=0.0, **keywords)
         self.build, self.joint, self.explicit = build, joint, explicit

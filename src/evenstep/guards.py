@@ -34,15 +34,28 @@ def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tens
     return level * level + (weight * weight * per_input(spread)).sum((-2, -1))
 
 
-def trust_factor(unit2: Tensor, step2: Tensor, radius: float, floor: float) -> tuple[Tensor, Tensor]:
-    """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and how many units were held back.
+def trust_factor(
+    unit2: Tensor, step2: Tensor, radius: float, floor: float, crowd: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and how many units were held back.
+
+    c_j is `radius`, or with `crowd` at most so many times the layer's median relative step, though never under a tenth
+    of `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which then grows by the
+    whole radius, step after step; its relative step stands out of the crowd.
 
     >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
     (tensor([0.2000, 1.0000]), tensor(1))
+    >>> trust_factor(torch.ones(3), torch.tensor([1e-4, 1e-4, 36e-4]), radius=0.1, floor=1e-3, crowd=3.0)
+    (tensor([1.0000, 1.0000, 0.5000]), tensor(1))
     """
-    bound2 = radius * radius * unit2.clamp(min=floor * floor)
+    tiny, length2 = torch.finfo(step2.dtype).tiny, unit2.clamp(min=floor * floor)
+    bound2 = radius * radius * length2
+    if crowd is not None:
+        relative2 = step2 / length2
+        median2 = torch.where(relative2 > 0, relative2, torch.nan).flatten().nanmedian()
+        least2 = radius * radius / 100
+        bound2 = torch.fmin(bound2, (crowd * crowd * median2).clamp(min=least2) * length2)
     over = step2 > bound2
-    tiny = torch.finfo(step2.dtype).tiny
     factor = torch.where(over, (bound2 / step2.clamp(min=tiny)).sqrt(), torch.ones_like(step2))
     return factor, over.sum()
 

@@ -20,6 +20,7 @@ from .moments import accumulation_dtype
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+CROWD = 3.0  # how far beyond its layer's median relative step a normalizing rule may move a unit
 
 
 class Monitor(Protocol):
@@ -173,7 +174,10 @@ class CoordinateOptimizer(Optimizer):
     def _init_state(self, blocks: list[Block]) -> None:
         """Give every parameter of these blocks the state it lacks, whole at once: checkpoints need all keys."""
         for block in blocks:
-            for p in self._counted(block):
+            counted = self._counted(block)
+            for p in block.parameters:
+                follow(self.state[p], p.device, all(p is not other for other in counted))
+            for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             stage = self._stage(block)
@@ -284,7 +288,13 @@ class CoordinateOptimizer(Optimizer):
         weight_step, bias_steps = update.step_on_w(weight_step, bias_steps, frame)
         if stage is not None and trust is not None:
             weight_step, bias_steps, held, largest = update.within_trust(
-                frames.unit_length2(block, frame), weight_step, bias_steps, frame, radius=trust, floor=TRUST_FLOOR
+                frames.unit_length2(block, frame),
+                weight_step,
+                bias_steps,
+                frame,
+                radius=trust,
+                floor=TRUST_FLOOR,
+                crowd=None if self.linear else CROWD,
             )
             stage.guarded(frame.raised, held, largest)
         elif stage is not None and block.group.get("fresh_max") is not None:
@@ -317,7 +327,7 @@ class CoordinateOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for k, p in zip(ids, params, strict=True):
             for name, value in final["state"].get(k, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and name != "step":  # torch has a rule of its own for step counts
                     self.state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
         self._complete = False
         self._recentre()
@@ -348,6 +358,13 @@ def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
     if len(bias_rates) == 1:
         return bias_rates[0]
     return torch.stack([torch.as_tensor(lr, dtype=like.dtype, device=like.device) for lr in bias_rates]).view(-1, 1, 1)
+
+
+def follow(state: dict[str, Any], device: torch.device, keep_step: bool) -> None:
+    """Move a parameter's state to the device the parameter is on now; torch's rules keep step counts on the CPU."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.device != device and not (keep_step and name == "step"):
+            state[name] = value.to(device)
 
 
 def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:

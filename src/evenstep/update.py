@@ -91,12 +91,13 @@ def within_trust(
     *,
     radius: float,
     floor: float,
+    crowd: float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The step with every unit held to its trust radius; how many units were; the largest relative step asked for."""
     step2 = guards.squared_length(weight_step, bias_steps, frame.constants.mu, frame.fresh_spread)
     if bias_steps is not None:
         step2 = step2.amax(0)
-    factor, held = guards.trust_factor(unit2, step2, radius, floor)
+    factor, held = guards.trust_factor(unit2, step2, radius, floor, crowd)
     largest = (step2 / unit2.clamp(min=floor * floor)).amax().sqrt()
     return *guards.shorten(weight_step, bias_steps, factor), held, largest
 
