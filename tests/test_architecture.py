@@ -22,6 +22,7 @@ ORDER = [
     "rules",
     "proxies",
     "report",
+    "motion",
     "shell",
     "optimizers",
     "whitened",

@@ -11,6 +11,12 @@ from .blocks import Block
 from .shell import CoordinateOptimizer
 
 
+def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
+    """A constructor's hyperparameters, from its `locals()`: all but the parameters, the model and the scaler."""
+    apart = ("self", "params", "model", "scaler", "__class__")
+    return {k: v for k, v in arguments.items() if k not in apart} | fixed
+
+
 class _SG(CoordinateOptimizer):
     """Stochastic gradient with momentum on v: linear in the gradient."""
 
@@ -49,11 +55,7 @@ class FanInSGD(_SG):
         maximize: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "plain_lr": plain_lr, "trust": trust,
-            "sharing": sharing, "exclude": exclude, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, model)
+        super().__init__(params, options(locals()), model)
 
 
 class WhitenedSGD(_SG):
@@ -80,12 +82,7 @@ class WhitenedSGD(_SG):
         maximize: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "damping": damping,
-            "fresh_max": fresh_max, "trust": trust, "plain_lr": plain_lr, "sharing": sharing, "exclude": exclude,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, model)
+        super().__init__(params, options(locals()), model)
 
 
 class CanonicalSGD(_SG):
@@ -119,12 +116,7 @@ class CanonicalSGD(_SG):
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "damping": damping,
-            "fresh_max": fresh_max, "trust": trust, "plain_lr": plain_lr, "reduction": reduction, "exclude": exclude,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, model)
+        super().__init__(params, options(locals()), model)
         self.scaler = scaler
 
     def _step_blocks(self, blocks: list[Block]) -> None:
@@ -169,22 +161,7 @@ class EvenStep(_SG):
         maximize: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "decay": decay,
-            "damping": damping,
-            "fresh_max": fresh_max,
-            "trust": trust,
-            "eps": eps,
-            "plain_lr": plain_lr,
-            "exclude": exclude,
-            "maximize": maximize,
-            "bias_correction": True,
-            "block": "unit",
-        }
-        super().__init__(params, defaults, model)
+        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model)
 
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
@@ -232,12 +209,7 @@ class BlockNaturalSGD(_SG):
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decay": decay, "eps": eps, "trust": trust,
-            "block": block, "bounded": bounded, "bias_correction": bias_correction, "exclude": exclude,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, model)
+        super().__init__(params, options(locals()), model)
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """Sum the squares of the whole network first, where they are wanted."""

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from . import checks, proxies, update
 from .blocks import Block
+from .motion import rates
 from .proxies import BaseRule, Proxy
-from .shell import CoordinateOptimizer, rates
+from .shell import CoordinateOptimizer
 
 
 class Whitened(CoordinateOptimizer):

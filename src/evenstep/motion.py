@@ -1,0 +1,51 @@
+"""Small motions of torch's state that the shell makes: stepsizes of a block, decay, masks, devices, checkpoints."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import Block
+
+
+def gradient(p: Tensor) -> Tensor:
+    """The gradient of a parameter that has one."""
+    assert p.grad is not None
+    return p.grad
+
+
+def rates(block: Block) -> list[Any]:
+    """The stepsizes of a block's weight and biases, from their own groups; plain parameters may have another."""
+    found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
+    found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
+    return [lr * block.group.get("plain_ratio", 1) for lr in found] if block.aside else found
+
+
+def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
+    """Stepsizes of biases as one factor for [bias, group, unit]."""
+    if len(bias_rates) == 1:
+        return bias_rates[0]
+    return torch.stack([torch.as_tensor(lr, dtype=like.dtype, device=like.device) for lr in bias_rates]).view(-1, 1, 1)
+
+
+def follow(state: dict[str, Any], device: torch.device, keep_step: bool) -> None:
+    """Move a parameter's state to the device the parameter is on now; torch's rules keep step counts on the CPU."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.device != device and not (keep_step and name == "step"):
+            state[name] = value.to(device)
+
+
+def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
+    """p ← (1 − shrink) p + step in place (decoupled weight decay), or nothing where the mask says so."""
+    if ok is not None:
+        step, shrink = torch.where(ok, step, 0), torch.where(ok, shrink, 0.0)
+    if isinstance(shrink, Tensor) or shrink:
+        p.mul_(1 - shrink)
+    p.add_(step)
+
+
+def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
+    """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
+    if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
+        return live.copy_(saved)
+    return saved.to(device, copy=True)
