@@ -629,15 +629,20 @@ def test_training_goes_on_after_folding_with_a_new_optimizer():
     assert after[-1] < 0.8 * after[0]
 
 
-def test_training_goes_on_after_folding_with_the_same_optimizer():
-    """Told of the new bias, it trains every parameter that is left, and the hooks are on the layers."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_training_goes_on_after_folding_with_the_same_optimizer(whole):
+    """Refreshed, it holds what is left and what is new (told of it, if it was built from parameters), and trains it."""
     x, y = small_task()
     model = small_net()
-    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    optimizer = evenstep.WhitenedSGD(model if whole else model.named_parameters(), lr=0.1, model=model)
     losses(model, optimizer, x, y, 20)
     fold_batchnorm(model)
-    optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
+    if not whole:
+        optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
     optimizer.refresh()
+    if whole:
+        assert sorted(optimizer.param_groups[0]["param_names"]) == sorted(model.state_dict())
+        assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     after = losses(model, optimizer, x, y, 40)
     assert after[-1] < 0.8 * after[0]

@@ -87,8 +87,3 @@ def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
 def fan_in(like: Tensor, beta2: Tensor) -> Constants:
     """Fan-in coordinates (§3.5): μ = 0, α = 1, β² = 1/√(n·S); `like` is any tensor shaped [group, input]."""
     return Constants(torch.zeros_like(like), torch.ones_like(like), beta2)
-
-
-def choose(condition: Tensor, yes: Constants, no: Constants) -> Constants:
-    """`yes` where the 0-d `condition` holds, else `no`, without asking the device."""
-    return Constants(*(torch.where(condition, a, b) for a, b in zip(yes, no, strict=True)))

@@ -146,8 +146,8 @@ class Announce(Watch):
         """Clear the marks; repeated calls within this forward are sharing, not examples."""
         if module.training and torch.is_grad_enabled() and not in_transform():
             with torch.no_grad():
+                torch._foreach_zero_([stage.seen for stage in self.every])
                 for stage in self.every:
-                    stage.seen.zero_()
                     stage.rooted.fill_(1)
 
 
@@ -188,8 +188,9 @@ class Collector:
             stages = [self.stages.get(found.get(slot.weight)) for slot in kind.slots(module)]  # type: ignore[arg-type]
             watch = Watch(kind, stages, batch_dim, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
-        announce = Announce(list(self.stages.values()))
-        self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
+        if self.stages:
+            announce = Announce(list(self.stages.values()))
+            self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
         weakref.finalize(owner, remove, self._handles)
 
     def detach(self) -> None:
@@ -207,8 +208,8 @@ class Collector:
 
     def clear(self) -> None:
         """Forget what was staged: it has been used, or is not to be."""
-        for stage in self.stages.values():
-            stage.flat.zero_()
+        if self.stages:
+            torch._foreach_zero_([stage.flat for stage in self.stages.values()])
         self.traffic.rows = self.traffic.empty = False
 
     @property

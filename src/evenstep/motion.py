@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .blocks import Block
 
@@ -49,3 +49,16 @@ def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
         return live.copy_(saved)
     return saved.to(device, copy=True)
+
+
+def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Drop from named groups what the model has no more, and add what is new in it to the first group."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) in names]
+        group["param_names"] = [names[id(p)] for p in group["params"]]
+    held = {id(p) for group in groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if id(p) not in held:
+            groups[0]["params"].append(p)
+            groups[0]["param_names"].append(name)

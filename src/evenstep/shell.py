@@ -17,7 +17,7 @@ from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .moments import accumulation_dtype
-from .motion import displace, follow, gradient, per_bias, rates, restored
+from .motion import displace, exchange, follow, gradient, per_bias, rates, restored
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
@@ -44,7 +44,9 @@ class CoordinateOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None) -> None:
         """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
         self._detached()
+        whole = isinstance(params, nn.Module)
         params, model = checks.parameters_of(self._owner, params, model)
+        self._whole = whole
         checks.hyperparameters(self._owner, defaults)
         super().__init__(params, defaults)
         if model is not None:
@@ -54,6 +56,7 @@ class CoordinateOptimizer(Optimizer):
         self._owner = type(self).__name__
         self._collector: Collector | None = None
         self._left_out: dict[int, str] = {}
+        self._whole = False  # whether it was built from a module, so that all its parameters are ours
         self._complete = False  # whether every parameter has its state
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
@@ -114,10 +117,20 @@ class CoordinateOptimizer(Optimizer):
             self._collector.detach()
 
     def refresh(self) -> None:
-        """Look at the model again after surgery on its layers."""
+        """Look at the model again after surgery on its layers.
+
+        An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
+        ones into its first group; one that was built from parameters keeps to those.
+        """
         if self._collector is None:
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
-        self.attach(self._collector.model)
+        model = self._collector.model
+        if self._whole:
+            exchange(self.param_groups, model)
+            kept = {id(p) for group in self.param_groups for p in group["params"]}
+            for p in [p for p in self.state if id(p) not in kept]:
+                del self.state[p]
+        self.attach(model)
 
     def _why_not(self, name: str, weight: Tensor) -> str | None:
         group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), None)
@@ -169,6 +182,8 @@ class CoordinateOptimizer(Optimizer):
             return
         self._say_unseen(blocks)
         self._advance(blocks, None if on_host else ok)
+        for p in (p for block in blocks for p in self._counted(block)):
+            self.state[p]["step"] += 1 if on_host else ok
         for monitor in self._monitors:
             monitor.end_step()
 
@@ -304,8 +319,6 @@ class CoordinateOptimizer(Optimizer):
         groups = [block.group, *block.bias_groups]
         for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
             displace(p, s, rate * group["weight_decay"], ok)
-        for p in self._counted(block):
-            self.state[p]["step"] += 1 if ok is None else ok
         for monitor in self._monitors:
             monitor.note(block, stage, self.state[block.weight])
         frames.commit(self.state[block.weight], block, stage, ok)

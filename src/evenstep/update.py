@@ -50,14 +50,14 @@ def moving_frame(
         raised, fired = vx, torch.zeros((), dtype=torch.int64, device=vx.device)
     else:
         raised, fired = guards.fresh_max(vx, q, fresh_max)
-    spread = C.damped(raised, damping)
     known = fresh | started
-    still = still_frame(mx, beta2)
+    floored = C.damped(raised, damping)
+    spread = torch.where(known, floored, 1.0)
     return Frame(
-        C.choose(known, C.whitening(mx, spread, beta2), still.constants),
-        torch.where(known, spread, still.spread),
-        torch.where(known, torch.maximum(vx, q) + (spread - raised), still.spread),
-        torch.where(known, fired, still.raised),
+        C.whitening(torch.where(known, mx, 0.0), spread, beta2),
+        spread,
+        torch.where(known, torch.maximum(vx, q) + (floored - raised), 1.0),
+        torch.where(known, fired, 0),
     )
 
 

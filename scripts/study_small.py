@@ -1,0 +1,120 @@
+"""Choices behind the guards and the bias-less form, on a small convolutional net: minutes on one CPU core.
+
+    python scripts/study_small.py biasless --data DIR --out FILE.jsonl
+    python scripts/study_small.py kl-clip --data DIR --out FILE.jsonl
+
+conv 16-16-P-32-32-P-64-64-P-F128-F128-F10, He's initialization, 6,000 images of CIFAR-10, batch 64, 4 epochs, linear
+decay. `biasless` compares, for layers without bias, the implied-b form with uncentred inputs (μ = 0, α² = 1/E[x²]);
+`kl-clip` puts a global bound on lr² · Σ step · gradient on top of the guards.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import evenstep
+from evenstep import update
+from evenstep.lab import models, records
+from evenstep.lab.data import Arrays, cifar10
+from evenstep.lab.train import linear_decay, train
+
+
+def network(bias: bool) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    channels = 3
+    for outputs in (16, 32, 64):
+        for _ in range(2):
+            modules += [nn.Conv2d(channels, outputs, 3, padding=1, bias=bias), nn.ReLU()]
+            channels = outputs
+        modules.append(nn.MaxPool2d(2))
+    modules += [nn.Flatten(), nn.Linear(64 * 16, 128, bias=bias), nn.ReLU(), nn.Linear(128, 128, bias=bias), nn.ReLU()]
+    model = nn.Sequential(*modules, nn.Linear(128, 10))
+    models._he_init(model)
+    return model
+
+
+def uncentred(running, sums, centre, beta2, *, damping, fresh_max):
+    """`update.moving_frame` with μ = 0 and the second moment about 0 for the variance."""
+    about_zero = running._replace(mx=torch.zeros_like(running.mx), vx=running.vx + running.mx**2)
+    frame = CENTRED(about_zero, sums, centre, beta2, damping=damping, fresh_max=fresh_max)
+    return frame._replace(constants=frame.constants._replace(mu=torch.zeros_like(frame.constants.mu)))
+
+
+CENTRED = update.moving_frame
+
+
+def kl_clipped(cls: type, bound: float) -> type:
+    """`cls` with its whole step multiplied by min(1, √(bound / −Σ δw·g)) before the trust radius."""
+
+    class Clipped(cls):
+        clipped = steps = 0
+
+        def _advance(self, blocks: list, ok: Tensor | None) -> None:
+            self._waiting: list = []
+            super()._advance(blocks, ok)
+            size = sum(self._size(*move) for move in self._waiting)
+            factor = (bound / size.clamp(min=1e-30)).sqrt().clamp(max=1)
+            self.clipped, self.steps = self.clipped + int(factor < 1), self.steps + 1
+            for block, frame, on_weight, on_bias in self._waiting:
+                super()._move(block, frame, factor * on_weight, None if on_bias is None else factor * on_bias, ok)
+
+        def _move(self, block, frame, weight_step, bias_steps, ok) -> None:
+            self._waiting.append((block, frame, weight_step, bias_steps))
+
+        def _size(self, block, frame, weight_step, bias_steps) -> Tensor:
+            (dw, db), (g, b) = update.step_on_w(weight_step, bias_steps, frame), self._gradients(block)
+            return -(dw * g).sum() - (0 if db is None else (db * b).sum())
+
+    return Clipped
+
+
+def run(name: str, cls: type, lr: float, arrays: Arrays, out: Path, *, bias: bool = True) -> None:
+    torch.manual_seed(0)
+    model = network(bias)
+    optimizer = cls(model, lr=lr)
+    rows = train(model, optimizer, arrays, epochs=4, batch_size=64, seed=0, schedule=linear_decay)
+    share = optimizer.clipped / optimizer.steps if hasattr(optimizer, "clipped") else None
+    config = {"study": name, "lr": lr, "bias": bias, "data": arrays.name, "clipped_share": share}
+    records.append(out, records.make(config, 0, rows))
+    last = rows[-1]
+    print(f"{name:24} lr {lr:<6g} loss {last['train_loss']:.4f} acc {last['test_accuracy']:.4f} "
+          f"dead {last['dead_share']:.3f} clipped {share}", flush=True)  # fmt: skip
+
+
+def biasless(arrays: Arrays, out: Path) -> None:
+    grids = [(evenstep.EvenStep, (0.03, 0.06, 0.12)), (evenstep.WhitenedSGD, (0.8, 3.2))]
+    for form, frame in (("implied b", CENTRED), ("uncentred", uncentred)):
+        with mock.patch.object(update, "moving_frame", frame):
+            for cls, rates in grids:
+                for lr in rates:
+                    run(f"{cls.__name__}, {form}", cls, lr, arrays, out, bias=False)
+
+
+def kl_clip(arrays: Arrays, out: Path) -> None:
+    for cls, rates in ((evenstep.EvenStep, (0.06, 0.12, 0.5)), (evenstep.WhitenedSGD, (0.8, 3.2, 12.8))):
+        for lr in rates:
+            run(cls.__name__, cls, lr, arrays, out)
+        for bound in (0.3, 0.03):
+            for lr in rates:
+                run(f"{cls.__name__}, KL {bound}", kl_clipped(cls, bound), lr, arrays, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["biasless", "kl-clip"])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    full = cifar10(args.data, "CIFAR-10 (JPEG), 6,000 images")
+    arrays = replace(full, train_x=full.train_x[:6000], train_y=full.train_y[:6000], test_x=full.test_x[:2000],
+                     test_y=full.test_y[:2000])  # fmt: skip
+    {"biasless": biasless, "kl-clip": kl_clip}[args.study](arrays, args.out)
+
+
+if __name__ == "__main__":
+    main()
