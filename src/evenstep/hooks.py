@@ -97,11 +97,17 @@ class Watch:
     """The forward hook of one module: shows its calls to the stages of its slots."""
 
     def __init__(
-        self, kind: LayerKind, stages: list[Stage | None], batch_dim: int, gradients: bool, traffic: Traffic
+        self,
+        kind: LayerKind,
+        stages: list[Stage | None],
+        batch_dim: int,
+        inputs: bool,
+        gradients: bool,
+        traffic: Traffic,
     ) -> None:
         """`stages` has one place per slot, None for a slot that nobody trains."""
         self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
-        self.gradients, self.traffic = gradients, traffic
+        self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run."""
@@ -116,7 +122,7 @@ class Watch:
                     self.traffic.rows |= look.applied > 0
                     self.traffic.empty |= look.applied == 0
                 if look.applied:
-                    stage.see(look)
+                    stage.see(look if self.inputs else look._replace(x=None))
         self._watch_gradient(output)
 
     def _watch_gradient(self, output: Any) -> None:
@@ -161,9 +167,9 @@ class Inert:
 class Collector:
     """All hooks of one optimizer on one model, and the stages they fill."""
 
-    def __init__(self, model: nn.Module, entries: Iterable[Entry], gradients: bool) -> None:
-        """Stages for `entries`; hooks come with `attach`."""
-        self.model, self.gradients, self.traffic = model, gradients, Traffic()
+    def __init__(self, model: nn.Module, entries: Iterable[Entry], *, inputs: bool, gradients: bool) -> None:
+        """Stages for `entries`, of their inputs' moments and squared gradients as wanted; hooks come with `attach`."""
+        self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
         self.entries = list(entries)
         self.stages = {entry: self._stage(entry) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
@@ -186,7 +192,7 @@ class Collector:
         for module, found in modules.items():
             kind, batch_dim = (e := next(iter(found.values()))).kind, e.batch_dim
             stages = [self.stages.get(found.get(slot.weight)) for slot in kind.slots(module)]  # type: ignore[arg-type]
-            watch = Watch(kind, stages, batch_dim, self.gradients, self.traffic)
+            watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
         if self.stages:
             announce = Announce(list(self.stages.values()))

@@ -24,6 +24,9 @@ TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had th
 CROWD = 3.0  # how far beyond its layer's median relative step a normalizing rule may move a unit
 
 
+NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
+
+
 class Monitor(Protocol):
     """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
 
@@ -99,7 +102,8 @@ class CoordinateOptimizer(Optimizer):
         self.detach()
         entries, self._left_out = survey(model, self._why_not)
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
-        self._collector = Collector(model, trained, gradients=self.coordinates == "canonical")
+        moments = self.coordinates in ("whitened", "canonical")
+        self._collector = Collector(model, trained, inputs=moments, gradients=self.coordinates == "canonical")
         self._complete = False
         self._recentre()
         if self.coordinates != "plain":
@@ -177,7 +181,7 @@ class CoordinateOptimizer(Optimizer):
         ok = self._finite(blocks)
         on_host = ok.device.type == "cpu"
         if on_host and not ok:
-            self._warn("nonfinite", "a gradient is not finite; the step is skipped, weights and moments are unchanged.")
+            self._warn("nonfinite", NONFINITE)
             self._recentre()
             return
         self._say_unseen(blocks)
@@ -227,7 +231,10 @@ class CoordinateOptimizer(Optimizer):
     @property
     def nonfinite_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite (reads the device)."""
-        return 0 if self._nonfinite is None else int(self._nonfinite)
+        count = 0 if self._nonfinite is None else int(self._nonfinite)
+        if count:
+            self._warn("nonfinite", NONFINITE)
+        return count
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
@@ -324,6 +331,11 @@ class CoordinateOptimizer(Optimizer):
         frames.commit(self.state[block.weight], block, stage, ok)
 
     # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        _ = self.nonfinite_steps
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
