@@ -359,6 +359,26 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(case, bad):
     assert_same(weights(model), weights(twin))
 
 
+@every_optimizer
+def test_capturable_masks_a_bad_batch_without_reading_it(case):
+    """As on a GPU: the same weights as with a look at the gradients, and a count that is told of when read."""
+    if case.cls is evenstep.Whitened and case.keywords["base"] is not torch.optim.SGD:
+        pytest.skip("torch's own capturable rules need a GPU")
+    twins = network(), network()
+    twins[1].load_state_dict(twins[0].state_dict())
+    looking, blind = case.build(twins[0]), case.build(twins[1], capturable=True)
+    good, (x, y) = [batch(), batch()], batch()
+    train(twins[0], looking, good)
+    train(twins[1], blind, [good[0], (x * float("nan"), y), good[1]])
+    if case.cls is evenstep.Whitened:  # the rule's memory takes a zero gradient instead
+        assert all(p.isfinite().all() for p in twins[1].parameters())
+    else:
+        for a, b in zip(weights(twins[0]), weights(twins[1]), strict=True):
+            torch.testing.assert_close(a, b)
+    with pytest.warns(UserWarning, match="a gradient is not finite"):
+        assert blind.nonfinite_steps == 1
+
+
 def test_a_first_batch_that_is_not_finite_leaves_no_trace():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(model.state_dict())

@@ -53,6 +53,7 @@ class FanInSGD(_SG):
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
         super().__init__(params, options(locals()), model)
@@ -80,6 +81,7 @@ class WhitenedSGD(_SG):
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
         super().__init__(params, options(locals()), model)
@@ -113,6 +115,7 @@ class CanonicalSGD(_SG):
         scaler: Any = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
@@ -159,6 +162,7 @@ class EvenStep(_SG):
         plain_lr: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
         super().__init__(params, options(locals(), bias_correction=True, block="unit"), model)
@@ -206,6 +210,7 @@ class BlockNaturalSGD(_SG):
         trust: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])

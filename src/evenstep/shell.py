@@ -179,7 +179,7 @@ class CoordinateOptimizer(Optimizer):
     def _step_blocks(self, blocks: list[Block]) -> None:
         self._init_state(blocks)
         ok = self._finite(blocks)
-        on_host = ok.device.type == "cpu"
+        on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
         if on_host and not ok:
             self._warn("nonfinite", NONFINITE)
             self._recentre()
