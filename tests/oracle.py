@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
@@ -392,16 +393,20 @@ class OnV:
         spread = m + floor
         return Constants(mean, spread.rsqrt(), beta2.sqrt()), spread, torch.maximum(var, q) + floor
 
-    def moved(self, k, c, x, t, energy):
-        """Weight and bias of layer `k` after a step on v, before any trust radius."""
+    def loss_of(self, k, x, t, energy):
+        """The batch's mean loss as a function of the weight and biases of layer `k` alone."""
 
         def loss(weight, biases):
             w, b = [*self.w], [*self.b]
             w[k], b[k] = weight, biases[0] if biases else self.b[k]
             return energy(self.run(x, w, b)[1], t).mean()
 
+        return loss
+
+    def moved(self, k, c, x, t, energy):
+        """Weight and bias of layer `k` after a step on v, before any trust radius."""
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
-        grads, leaves = gradient_on_v(loss, layer, self.w[k], biases, c)
+        grads, leaves = gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
         if self.buffers[k] is not None:
             grads = [self.momentum * old + new for old, new in zip(self.buffers[k], grads, strict=True)]
         self.buffers[k] = grads
@@ -416,3 +421,12 @@ class OnV:
         biases, db = ([], []) if self.b[k] is None else ([self.b[k]], db or [torch.zeros_like(self.b[k])])
         measures = (c.mu, spread, fresh_spread)
         return trust_factors(self.layers[k], self.w[k], biases, dw, db, *measures, self.trust, self.crowd)
+
+
+def assert_same_parameters(reference, model, tolerance=1e-9):
+    """The weights and biases of `OnV` and of a model."""
+    layers = [module for module in model if isinstance(module, LAYERS)]
+    for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
+        assert_close(layer.weight.detach(), w, rtol=tolerance, atol=tolerance)
+        if b is not None:
+            assert_close(layer.bias.detach(), b, rtol=tolerance, atol=tolerance)

@@ -76,7 +76,7 @@ def fingerprint(model):
     return repr(model), state, [m.training for m in model.modules()], attributes
 
 
-def refuses(operation, model, *parts, **options):
+def assert_refuses(operation, model, *parts, **options):
     """`operation` raises a ValueError that has all `parts`, and the model is as it was."""
     before = fingerprint(model)
     with pytest.raises(ValueError, match=re.escape(operation.__name__)) as caught:
@@ -293,7 +293,7 @@ def test_insert_refuses(case):
         with pytest.raises(ValueError, match=part):
             insert_batchnorm(model)
         return
-    refuses(insert_batchnorm, model, part, "skip=", "unchanged")
+    assert_refuses(insert_batchnorm, model, part, "skip=", "unchanged")
 
 
 def test_a_refused_layer_can_be_skipped():
@@ -313,7 +313,7 @@ def test_a_refused_layer_can_be_skipped():
     ],
 )
 def test_insert_refuses_a_skip_that_makes_no_sense(model, skip, part):
-    refuses(insert_batchnorm, model, part, skip=skip)
+    assert_refuses(insert_batchnorm, model, part, skip=skip)
 
 
 # Folding a model's own batch norms
@@ -443,7 +443,7 @@ def test_optional_arguments_are_at_their_defaults_and_given_where_that_can_be_tr
     model, x = Flag(), torch.randn(4, 3)
     expected = evaluated(model, x)
     assert_close(evaluated(fold_batchnorm(model), x), expected)
-    refuses(fold_batchnorm, Late(), "'bn' (BatchNorm1d) comes after 'add', not directly after")
+    assert_refuses(fold_batchnorm, Late(), "'bn' (BatchNorm1d) comes after 'add', not directly after")
 
 
 def test_tracing_leaves_nothing_behind():
@@ -565,25 +565,29 @@ NOT_FOLDED = {
 @pytest.mark.parametrize("case", NOT_FOLDED)
 def test_fold_refuses(case, mode):
     make, part = NOT_FOLDED[case]
-    refuses(fold_batchnorm, make().train(mode), part, "unchanged")
+    assert_refuses(fold_batchnorm, make().train(mode), part, "unchanged")
 
 
 def test_all_reasons_come_at_once_and_what_could_be_folded_is_not():
     norms = [seen(nn.BatchNorm1d(3)) for _ in range(3)]
     model = nn.Sequential(norms[0], nn.Linear(3, 3), norms[1], nn.ReLU(), norms[2])
-    refuses(fold_batchnorm, model, "'0' (BatchNorm1d) comes", "'4' (BatchNorm1d) comes")
+    assert_refuses(fold_batchnorm, model, "'0' (BatchNorm1d) comes", "'4' (BatchNorm1d) comes")
 
 
 def test_fold_refuses_half_a_training_mode():
     model = train(ResNet(), torch.randn(4, 3, 6, 6))
     model.blocks[1].bn2.eval()
-    refuses(fold_batchnorm, model, "'blocks.1.bn2' in eval mode; call model.eval() or model.train() first", "unchanged")
+    assert_refuses(
+        fold_batchnorm, model, "'blocks.1.bn2' in eval mode; call model.eval() or model.train() first", "unchanged"
+    )
 
 
 def test_fold_needs_a_batch_norm_and_the_model_that_holds_it():
-    refuses(fold_batchnorm, nn.Sequential(nn.Linear(3, 3)), "this Sequential has no BatchNorm1d, 2d or 3d to fold")
+    assert_refuses(
+        fold_batchnorm, nn.Sequential(nn.Linear(3, 3)), "this Sequential has no BatchNorm1d, 2d or 3d to fold"
+    )
     model = insert_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    refuses(fold_batchnorm, model[0], "give the model that holds it")
+    assert_refuses(fold_batchnorm, model[0], "give the model that holds it")
 
 
 def test_statistics_that_were_never_counted_are_trusted():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from cases import OPTIMIZERS
@@ -517,6 +518,62 @@ def test_sparse_gradients_are_refused_by_name():
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="WhitenedSGD does not support sparse gradients"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_scaled_loss_gives_canonical_steps_of_the_unscaled_one(scale):
+    """The hook on the output sees scaled gradients; the scaler's factor is taken out of g²."""
+
+    class Scaler:
+        _scale = torch.tensor(scale)
+
+    twins = network(), network()
+    twins[1].load_state_dict(twins[0].state_dict())
+    plain, scaled = evenstep.CanonicalSGD(twins[0], lr=0.01), evenstep.CanonicalSGD(twins[1], lr=0.01, scaler=Scaler())
+    for x, y in [batch() for _ in range(3)]:
+        train(twins[0], plain, [(x, y)])
+        scaled.zero_grad()
+        (scale * functional.cross_entropy(twins[1](x), y)).backward()
+        for p in twins[1].parameters():
+            p.grad /= scale  # as GradScaler.unscale_ does
+        scaled.step()
+    for a, b in zip(weights(twins[0]), weights(twins[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_canonical_without_covered_layers_trains_in_plain_coordinates(reduction):
+    with pytest.warns(UserWarning, match="no layer of this LayerNorm is covered"):
+        model = nn.LayerNorm(3)
+        optimizer = evenstep.CanonicalSGD(model, lr=0.1, plain_lr=0.1, reduction=reduction)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.bias.detach(), -0.1 * model.bias.grad)
+
+
+class Makers(TorchDispatchMode):
+    """Names of the operations that make new tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.startswith(("zeros", "ones", "empty", "full", "new_", "clone", "_to_copy")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@every_optimizer
+def test_state_that_is_there_is_not_made_again(case):
+    """Looking for missing state costs later steps no allocation."""
+    model = network()
+    optimizer = case.build(model)
+    train(model, optimizer, [batch()])
+    with Makers() as makers:
+        optimizer._init_state(optimizer._blocks(lambda p: p.requires_grad))
+    assert makers.names == []
 
 
 def test_no_covered_layer_warns():

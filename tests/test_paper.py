@@ -28,6 +28,11 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
+def canonical(mx, vx, mg2):
+    """Eq. 5 without damping, as the optimizer puts it together."""
+    return constants.whitening(mx, vx, constants.canonical_beta2(mg2, 0.0))
+
+
 def one_group(*tensors):
     """Tensors in the core's shapes for a dense layer: [group, ...] with one group."""
     return tuple(t.unsqueeze(0) for t in tensors)
@@ -64,15 +69,6 @@ def network(case):
     return model, batches
 
 
-def same_parameters(reference, model, tolerance=1e-9):
-    """The weights and biases of `OnV` and of a model."""
-    layers = [module for module in model if isinstance(module, oracle.LAYERS)]
-    for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
-        assert_close(layer.weight.detach(), w, rtol=tolerance, atol=tolerance)
-        if b is not None:
-            assert_close(layer.bias.detach(), b, rtol=tolerance, atol=tolerance)
-
-
 # §2.1: the update
 
 
@@ -85,7 +81,7 @@ def test_eq3_is_gradient_descent_on_v(name, damping):
     train(evenstep.WhitenedSGD(model, lr=0.3, damping=damping, decay=0.6, **PAPER), model, batches)
     for x, t in batches:
         reference.step(x, t)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -103,7 +99,7 @@ def test_a_deep_network_descends_on_v_of_all_layers_at_once(coordinates, momentu
     train(cls[coordinates](model, lr=lr, momentum=momentum, **keywords), model, batches)
     for x, t in batches:
         reference.step(x, t)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 @pytest.mark.parametrize("name", ["linear", "padded-zeros", "padded-circular", "grouped", "transposed-grouped"])
@@ -181,10 +177,10 @@ def surrogate_of_v(c, j, mean, var, g2):
 
 def test_canonical_constants_make_the_surrogate_the_identity():
     mean, var, g2 = randn(4), 0.1 + torch.rand(4).double(), 0.1 + torch.rand(3).double()
-    c = constants.canonical(*one_group(mean, var, g2), damping=0.0)
+    c = canonical(*one_group(mean, var, g2))
     for j in range(3):
         assert_close(surrogate_of_v(c, j, mean, var, g2), torch.eye(5).double())
-    off = constants.canonical(*one_group(mean + 0.1, var, g2), damping=0.0)
+    off = canonical(*one_group(mean + 0.1, var, g2))
     assert (surrogate_of_v(off, 0, mean, var, g2) - torch.eye(5)).abs().max() > 0.01
 
 
@@ -233,7 +229,7 @@ def test_canonical_g2_is_that_of_single_examples(name, sizes, reduction):
         (total / 6 if reduction == "mean" else total).backward()
     optimizer.step()
     assert_close(optimizer.state[model[0].weight]["mg2"], truth)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 # §3.1: the benign function

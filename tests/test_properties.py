@@ -423,7 +423,7 @@ CORE = {
         lambda: (randn(N), randn(N), torch.rand(()).double(), randn(N)),
     ),
     "canonical": (
-        lambda x, v, g: flat(constants.canonical(x, v, g, 0.1)),
+        lambda x, v, g: flat(constants.whitening(x, v, constants.canonical_beta2(g, 0.1))),
         lambda: (randn(G, N), randn(G, N).exp(), randn(G, M).exp()),
     ),
     "canonical_mg2": (

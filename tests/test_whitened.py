@@ -86,13 +86,8 @@ class RuleOnV(oracle.OnV):
         return c._replace(beta=torch.ones_like(c.beta)), spread, fresh
 
     def moved(self, k, c, x, t, energy):
-        def loss(weight, biases):
-            w, b = [*self.w], [*self.b]
-            w[k], b[k] = weight, biases[0] if biases else self.b[k]
-            return energy(self.run(x, w, b)[1], t).mean()
-
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
-        grads, leaves = oracle.gradient_on_v(loss, layer, self.w[k], biases, c)
+        grads, leaves = oracle.gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
         steps = self.steps(k, grads, [leaf.detach() for leaf in leaves])
         v, *v0 = (leaf.detach() + step for leaf, step in zip(leaves, steps, strict=True))
         return oracle.to_w(layer, v, v0, c) if biases else (oracle.to_w_biasless(layer, v, c), [])
@@ -140,12 +135,10 @@ def follow(reference, batches):
     return min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
 
 
-def same_parameters(reference, model, tolerance=1e-9):
-    layers = [module for module in model if isinstance(module, oracle.LAYERS)]
-    for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
-        assert_close(layer.weight.detach(), w, rtol=tolerance, atol=tolerance)
-        if b is not None:
-            assert_close(layer.bias.detach(), b, rtol=tolerance, atol=tolerance)
+def drifting_mlp(steps):
+    """Two layers, and batches whose inputs grow."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, [((1 + k) * (1 + randn(6, 4)), randn(6, 3)) for k in range(steps)]
 
 
 # the rule on v
@@ -159,7 +152,7 @@ def test_whitened_sgd_is_sgd_on_explicit_v_while_the_constants_move(name):
     reference = RuleOnV(model, same_as(cls, keywords), explicit=True, **settings)
     train(Whitened(model, cls, **keywords, **settings), model, batches)
     follow(reference, batches)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 @every_rule
@@ -170,7 +163,7 @@ def test_whitened_is_the_rule_by_hand_on_the_gradients_on_v(name):
     reference = RuleOnV(model, same_as(cls, keywords), **settings)
     train(Whitened(model, cls, **keywords, **settings), model, batches)
     follow(reference, batches)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "AdamW", "RMSprop"])
@@ -182,7 +175,7 @@ def test_guards_act_on_the_rules_whole_step(name):
     reference = RuleOnV(model, same_as(cls, keywords), **settings)
     train(Whitened(model, cls, **keywords, **settings), model, batches)
     assert follow(reference, batches) < 0.5
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -204,7 +197,7 @@ def test_muon_sees_a_layer_as_one_matrix_with_the_bias_as_a_column(layer, bias):
     reference = RuleOnV(model, same_as(torch.optim.Muon, keywords), joint=True, **settings)
     train(Whitened(model, torch.optim.Muon, **keywords, **settings), model, batches)
     follow(reference, batches)
-    same_parameters(reference, model, 1e-8)
+    oracle.assert_same_parameters(reference, model, 1e-8)
 
 
 def test_muon_trains_a_whole_network_and_any_rule_may_be_joint():
@@ -215,14 +208,12 @@ def test_muon_trains_a_whole_network_and_any_rule_may_be_joint():
         reference = RuleOnV(model, same_as(cls, rule), joint=True, **settings)
         train(Whitened(model, cls, **keywords, **settings), model, batches)
         follow(reference, batches)
-        same_parameters(reference, model, 1e-8)
+        oracle.assert_same_parameters(reference, model, 1e-8)
 
 
 def test_joint_off_gives_muon_the_matrices_and_the_plain_rule_what_it_refuses():
     """Muon takes matrices alone: biases go to AdamW, as the parameters outside layers do."""
-    model, batches = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), []
-    for k in range(3):
-        batches.append(((1 + k) * (1 + randn(6, 4)), randn(6, 3)))
+    model, batches = drifting_mlp(3)
     settings = {"decay": 0.6, **OFF, "damping": 0.1}
 
     class Both:
@@ -242,13 +233,11 @@ def test_joint_off_gives_muon_the_matrices_and_the_plain_rule_what_it_refuses():
     optimizer = Whitened(model, torch.optim.Muon, lr=0.05, joint=False, plain_lr=0.01, **settings)
     train(optimizer, model, batches)
     follow(reference, batches)
-    same_parameters(reference, model, 1e-8)
+    oracle.assert_same_parameters(reference, model, 1e-8)
 
 
 def test_each_group_has_its_own_options_and_a_bias_those_of_its_group():
-    model, batches = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), []
-    for k in range(4):
-        batches.append(((1 + k) * (1 + randn(6, 4)), randn(6, 3)))
+    model, batches = drifting_mlp(4)
     options = [
         [{"lr": 0.05, "betas": (0.8, 0.9)}, {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-3}],
         [{"lr": 0.02}, {"lr": 0.02}],
@@ -267,7 +256,7 @@ def test_each_group_has_its_own_options_and_a_bias_those_of_its_group():
     ]
     train(Whitened(groups, torch.optim.AdamW, model=model, **settings), model, batches)
     follow(reference, batches)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 # identity constants: the rule itself
@@ -642,7 +631,7 @@ def test_a_third_party_rule_that_ignores_the_parameters_value_serves(cls):
     reference = RuleOnV(model, lambda k, stand_ins: cls(stand_ins, lr=0.01), **settings)
     train(Whitened(model, cls, lr=0.01, **settings), model, batches)
     follow(reference, batches)
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 # memory
@@ -776,7 +765,7 @@ def test_even_step_is_its_documentation(guards, momentum, eps):
     train(evenstep.EvenStep(model, **settings), model, batches)
     smallest = follow(reference, batches)
     assert smallest == 1 if guards is OFF else smallest < 0.9
-    same_parameters(reference, model)
+    oracle.assert_same_parameters(reference, model)
 
 
 def test_every_unit_takes_a_step_of_at_most_lr_on_v():

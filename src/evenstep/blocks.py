@@ -76,6 +76,11 @@ class Block:
         return inputs * kernel
 
     @property
+    def units(self) -> int:
+        """How many units the weight has, over all groups."""
+        return self.matrix(self.weight).shape[:2].numel()
+
+    @property
     def parameters(self) -> list[Tensor]:
         """The weight, then the biases."""
         return [self.weight, *self.biases]

@@ -61,15 +61,15 @@ def whitening(mx: Tensor, spread: Tensor, beta2: Tensor) -> Constants:
     return Constants(mx, inverse(spread), beta2)
 
 
-def canonical(mx: Tensor, spread: Tensor, mg2: Tensor, damping: float) -> Constants:
-    """Canonical constants, eq. 5 and App. B: as whitening, with β_j² = 1/(S·E[g_j²]), damped like the variance.
+def canonical_beta2(mg2: Tensor, damping: float) -> Tensor:
+    """β_j² = 1/(S·E[g_j²]), damped like the variance: with `whitening`'s μ and α², eq. 5 and App. B.
 
-    `mg2` is S·E[g_j²], what `canonical_mg2` gives.
+    `mg2` is S·E[g_j²] as [group, unit], what `canonical_mg2` gives.
 
-    >>> canonical(torch.tensor([[1.0]]), torch.tensor([[4.0]]), torch.tensor([[0.5]]), 0.0).beta2
+    >>> canonical_beta2(torch.tensor([[0.5]]), 0.0)
     tensor([[2.]])
     """
-    return Constants(mx, inverse(spread), inverse(damped(mg2, damping)))
+    return inverse(damped(mg2, damping))
 
 
 def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import update
 from .blocks import Block
-from .constants import canonical_mg2, damped, geometry_beta2, inverse
+from .constants import canonical_beta2, canonical_mg2, geometry_beta2
 from .hooks import Stage
 from .moments import Running, Sums, accumulation_dtype, fold_mean, usable
 
@@ -18,14 +18,13 @@ def init(state: State, block: Block, stage: Stage | None) -> None:
     """Add to `state` the moments that this block's coordinates need and that it does not have yet."""
     if stage is None or block.treatment == "plain":
         return
-    zero = stage.centre.new_zeros
-    state.setdefault("sharing", torch.ones_like(stage.rows))
-    if block.treatment != "fan-in":
-        state.setdefault("mx", zero(stage.inputs))
-        state.setdefault("vx", zero(stage.inputs))
-        state.setdefault("mass", torch.zeros_like(stage.rows))
-    if block.treatment == "canonical":
-        state.setdefault("mg2", zero(stage.units))
+    if "sharing" not in state:
+        state["sharing"] = torch.ones_like(stage.rows)
+    if block.treatment != "fan-in" and "mx" not in state:
+        state["mx"], state["vx"] = (stage.centre.new_zeros(stage.inputs) for _ in range(2))
+        state["mass"] = torch.zeros_like(stage.rows)
+    if block.treatment == "canonical" and "mg2" not in state:
+        state["mg2"] = stage.centre.new_zeros(stage.units)
 
 
 def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> update.Frame:
@@ -42,7 +41,8 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
     if block.treatment == "fan-in":
         return update.still_frame(stage.centre.new_empty(groups, inputs), beta2)
     if block.treatment == "canonical":
-        beta2 = canonical_beta2(state, stage, group).view(groups, -1)
+        mg2 = torch.where(state["mass"] > 0, state["mg2"], batch_mg2(stage, group))
+        beta2 = canonical_beta2(mg2.view(groups, -1), group["damping"])
     running, sums, centre = grouped(state, stage, groups)
     return update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
 
@@ -94,12 +94,6 @@ def sharing(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
     if group.get("sharing") is not None:
         return torch.full_like(stage.rows, group["sharing"])
     return torch.where(stage.applied > 0, stage.applied / stage.examples.clamp(min=1), state["sharing"])
-
-
-def canonical_beta2(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
-    """β_j² = 1/(S·E[g_j²]) of earlier batches, of this one if it is the first."""
-    mg2 = torch.where(state["mass"] > 0, state["mg2"], batch_mg2(stage, group))
-    return inverse(damped(mg2.unsqueeze(0), group["damping"])).squeeze(0)
 
 
 def mg2_after(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:

@@ -205,6 +205,8 @@ class Collector:
 
     def examples(self) -> Tensor:
         """How many examples this step has, as the layer that saw most of them counts."""
+        if not self.stages:
+            return torch.ones(())
         return torch.stack([stage.examples for stage in self.stages.values()]).amax().clamp(min=1)
 
     def unscale(self, scale: Tensor) -> None:
@@ -217,11 +219,6 @@ class Collector:
         if self.stages:
             torch._foreach_zero_([stage.flat for stage in self.stages.values()])
         self.traffic.rows = self.traffic.empty = False
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are on."""
-        return bool(self._handles)
 
 
 def remove(handles: list[RemovableHandle]) -> None:

@@ -61,9 +61,9 @@ class CurvatureMonitor:
     def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is not None and block.entry is not None and "mx" in state:
-            units = block.matrix(block.weight).shape[:2].numel()
-            shares = stage.last / stage.last.new_tensor([stage.inputs, units, 1])
-            self._rows[block.entry.path] = torch.stack([*distances(stage, state, self.threshold), *shares])
+            raised, held, largest = stage.last.unbind()
+            work = [raised / stage.inputs, held / block.units, largest]
+            self._rows[block.entry.path] = torch.stack([*distances(stage, state, self.threshold), *work])
 
     def end_step(self) -> None:
         """Called by the optimizer when a step is made."""

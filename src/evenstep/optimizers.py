@@ -124,8 +124,10 @@ class CanonicalSGD(_SG):
 
     def _step_blocks(self, blocks: list[Block]) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
-        if scale is not None and self._collector is not None:
-            self._collector.unscale(scale)
+        if self._collector is not None:
+            if scale is not None:
+                self._collector.unscale(scale)
+            self._examples = self._collector.examples()
         super()._step_blocks(blocks)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
@@ -133,7 +135,7 @@ class CanonicalSGD(_SG):
         on_weight, on_bias = super()._gradients(block)
         if block.group["reduction"] == "mean" or self._collector is None:
             return on_weight, on_bias
-        examples = self._collector.examples()
+        examples = self._examples.to(on_weight.device)
         return on_weight / examples, None if on_bias is None else on_bias / examples
 
 
@@ -169,7 +171,7 @@ class EvenStep(_SG):
 
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
-        rules.init_square(self.state[block.weight], rules.units_like(block))
+        rules.init_square(self.state[block.weight], block.weight, [block.units])
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
@@ -226,14 +228,10 @@ class BlockNaturalSGD(_SG):
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
         if block.group["bounded"]:
-            for p, like in zip(block.parameters, self._denominators(block), strict=False):
-                rules.init_square(self.state[p], like)
-
-    def _denominators(self, block: Block) -> list[Tensor]:
-        """Tensors shaped like the running squares: one per parameter for single weights, else one per block."""
-        if block.group["block"] == "weight":
-            return [p.detach() for p in block.parameters]
-        return [block.weight.new_empty(()) if block.group["block"] == "network" else rules.units_like(block)]
+            single = block.group["block"] == "weight"
+            for p in block.parameters if single else [block.weight]:
+                whole = [] if block.group["block"] == "network" else [block.units]
+                rules.init_square(self.state[p], p, p.shape if single else whole)
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None

@@ -51,6 +51,7 @@ class BaseRule:
             raise ValueError(f"{owner}: {self.name} does not take these keywords: {error}.") from error
         if "lr" not in self.instance.defaults:
             raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
+        self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
         still, moved = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
@@ -58,9 +59,9 @@ class BaseRule:
                 f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
             )
 
-    def remembers(self, q: nn.Parameter) -> dict[str, Any]:
-        """The state that a rule makes at construction (Adagrad's accumulator), for a new proxy."""
-        return dict(self.make([q]).state.get(q, {}))
+    def first_state(self, q: nn.Parameter) -> dict[str, Any]:
+        """The state of a new proxy, where the rule makes it at construction."""
+        return dict(self.make([q]).state[q]) if self.born_with_state else {}
 
 
 def capturable(rule: Any) -> dict[str, bool]:
@@ -92,7 +93,7 @@ def steps_of(
         q = nn.Parameter(torch.zeros_like(proxy.grad))
         q.grad = proxy.grad
         kept = {k: v for k, v in state[proxy.p].items() if k not in OURS}
-        rule.state[q] = kept or base.remembers(q)
+        rule.state[q] = kept or base.first_state(q)
         options = {} if own_options else {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
         join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
         stand_ins.append(q)

@@ -1,5 +1,6 @@
 """What a rule keeps between steps, for one block: momentum, and eq. 11's running squares."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from .moments import accumulation_dtype, fold_mean, gain
 def init_momentum(states: list[State], block: Block) -> None:
     """Add momentum buffers like the block's parameters, in their dtype as torch keeps them."""
     for state, p in zip(states, block.parameters, strict=True):
-        state.setdefault("momentum_buffer", torch.zeros_like(p, memory_format=torch.preserve_format))
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def momentum(
@@ -40,16 +42,12 @@ def look_ahead(
     return ahead, stepsize.look_ahead(on_bias, bias_buffer, momentum)
 
 
-def units_like(block: Block) -> Tensor:
-    """A tensor with one element per unit of the block; its values mean nothing."""
-    groups, units, *_ = block.matrix(block.weight).shape
-    return block.weight.new_empty(groups * units)
-
-
-def init_square(state: dict[str, Any], like: Tensor) -> None:
-    """Add to `state` a running mean square shaped like `like`, in float32 or better."""
-    state.setdefault("square", torch.zeros_like(like, dtype=accumulation_dtype(like.dtype)))
-    state.setdefault("square_mass", torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device))
+def init_square(state: State, p: Tensor, shape: Sequence[int]) -> None:
+    """Add to `state` a running mean square of this shape for parameter `p`, in float32 or better."""
+    if "square" not in state:
+        dtype = accumulation_dtype(p.dtype)
+        state["square"] = torch.zeros_like(p, dtype=dtype) if shape == p.shape else p.new_zeros(shape, dtype=dtype)
+        state["square_mass"] = p.new_zeros((), dtype=dtype)
 
 
 def running_square(state: dict[str, Any], square: Tensor, group: dict[str, Any], ok: Tensor | None) -> Tensor:

@@ -243,8 +243,8 @@ class CoordinateOptimizer(Optimizer):
             stage = self._stage(block)
             if stage is not None and block.entry is not None and not block.alone:
                 raised, held, steps = stage.fired.tolist()
-                units = block.matrix(block.weight).shape[:2].numel()
-                found[block.entry.path] = (raised / max(1, steps * stage.inputs), held / max(1, steps * units))
+                inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
+                found[block.entry.path] = (raised / inputs, held / units)
         return found
 
     def _say_unseen(self, blocks: list[Block]) -> None:
@@ -294,14 +294,13 @@ class CoordinateOptimizer(Optimizer):
         return block.matrix(wide[0]), block.stack(wide[1:])
 
     def _init_rule(self, block: Block) -> None:
-        """Add the state that the rule keeps for a block."""
-        raise NotImplementedError
+        """Add the state that the rule keeps for a block: none here."""
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """A direction on v, to be descended, from the gradient on v."""
-        raise NotImplementedError
+        """A direction on v, to be descended, from the gradient on v: here the gradient itself."""
+        return on_weight, on_bias
 
     def _move(
         self, block: Block, frame: update.Frame, weight_step: Tensor, bias_steps: Tensor | None, ok: Tensor | None

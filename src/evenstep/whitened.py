@@ -78,14 +78,11 @@ class Whitened(CoordinateOptimizer):
         """The rule counts for itself; a bias inside a joint matrix has no state of the rule's."""
         return block.biases if block.group["joint"] else []
 
-    def _init_rule(self, block: Block) -> None:
-        """The rule makes its own state at its first step."""
-
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching."""
         if ok is not None and not any(block.group["capturable"] for block in blocks):
             if not ok:
-                return
+                return self._recentre()
             ok = None
         for some in [[block] for block in blocks] if self._streams else [blocks]:
             self._advance_together(some, ok)

@@ -6,11 +6,11 @@ so that dozens of trials take little longer than one.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from evenstep.lab import records
@@ -83,7 +83,6 @@ class Member:
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate
         self.total = torch.zeros((), device=feed.x.device)
-        self.first: Tensor | None = None
         self.stream, self.graph, self.done = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 0
 
     def compute(self) -> None:
@@ -114,9 +113,7 @@ class Member:
         self.done += 1
 
 
-def run_together(
-    trials: list[Trial], arrays: Arrays | Text, on_epoch: Callable[[int, list[float]], None] | None = None
-) -> list[records.Record]:
+def run_together(trials: list[Trial], arrays: Arrays | Text) -> list[records.Record]:
     """Train all trials (of one length and batch size) side by side; the records come in the order of the trials."""
     arrays = arrays.to("cuda")
     make = TextFeed if isinstance(arrays, Text) else Feed
@@ -141,8 +138,6 @@ def run_together(
             if epoch + 1 == epochs:
                 score = evaluate_text if isinstance(arrays, Text) else evaluate
                 mine[-1] |= score(member.model, arrays)  # type: ignore[arg-type]
-        if on_epoch is not None:
-            on_epoch(epoch, losses)
     return [
         records.make({**asdict(t), "data": arrays.name}, t.seed, r, "cuda") for t, r in zip(trials, rows, strict=True)
     ]
