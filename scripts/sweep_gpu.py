@@ -117,6 +117,14 @@ EXPERIMENTS = {
         *grid("whitened-muon", [0.012], **HE, options={"damping": 1.0}),
         *grid("batch-norm", [0.05], **HE, options=BN),
     ],
+    # three seeds with the guards as they are now
+    "deep-seeds": [
+        *grid("evenstep", [0.035, 0.05, 0.07], **HE),
+        *grid("whitened-adam", [6e-4, 9e-4, 1.2e-3], **HE),
+        *grid("whitened-adam", [9e-4], **HE, options={"fresh_max": 1.0}),
+        *grid("muon", [0.01], **HE),
+        *grid("batch-norm", [0.05], **HE, options=BN),
+    ],
     "text": [
         *grid("evenstep", [0.05, 0.1, 0.14, 0.2], **TEXT),
         *grid("evenstep", [0.1], **TEXT, options={"plain_lr": 1.0}),

@@ -178,12 +178,15 @@ def batches(
     arrays = arrays.to(device)
     order = torch.randperm(len(arrays.train_y), generator=generator).to(device)
     for rows in order.split(batch_size):
-        x = arrays.train_x[rows]
-        yield arrays.normalize(crop_and_flip(x, generator) if augment else x), arrays.train_y[rows]
+        x = arrays.normalize(arrays.train_x[rows])
+        yield crop_and_flip(x, generator) if augment else x, arrays.train_y[rows]
 
 
 def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:
-    """Each image shifted by up to `margin` pixels both ways, zeros moving in, and mirrored half of the time."""
+    """Each image shifted by up to `margin` pixels both ways, and mirrored half of the time.
+
+    Zeros move in: on normalized images the mean colour, which no layer takes for a border.
+    """
     count, _, height, width = x.shape
     shift = torch.randint(0, 2 * margin + 1, (2, count, 1), generator=generator).to(x.device)
     mirrored = torch.randint(0, 2, (count, 1), generator=generator).bool().to(x.device)

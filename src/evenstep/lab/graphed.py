@@ -39,8 +39,8 @@ class Feed:
         """Fill `x` and `y` with one batch after the other."""
         order = torch.randperm(len(self.arrays.train_y), generator=self.generator).to(self.x.device)
         for rows in order[: self.steps * self.batch_size].split(self.batch_size):
-            x = self.arrays.train_x[rows]
-            self.x.copy_(self.arrays.normalize(crop_and_flip(x, self.generator) if self.augment else x))
+            x = self.arrays.normalize(self.arrays.train_x[rows])
+            self.x.copy_(crop_and_flip(x, self.generator) if self.augment else x)
             self.y.copy_(self.arrays.train_y[rows])
             yield
 

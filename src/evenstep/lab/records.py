@@ -63,6 +63,11 @@ def commit() -> str | None:
         return None
 
 
+def dumps(value: dict[str, Any]) -> str:
+    """`value` as one line of JSON with its keys in order: equal values give equal lines."""
+    return json.dumps(_plain(value), allow_nan=False, sort_keys=True)
+
+
 def append(path: Path, record: Record) -> None:
     """Add `record` to the file, as one line."""
     with path.open("a", encoding="utf-8") as file:
