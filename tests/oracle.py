@@ -273,8 +273,8 @@ def fresh_max(var, q, tau):
 def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radius, crowd=None):
     """min(1, c · max(‖u_j‖, s₀)/‖δu_j‖) of each unit, one unit at a time; with several biases the tightest.
 
-    With `crowd`, c is at most so many times the median of ‖δu_j‖/max(‖u_j‖, s₀) over the units that move, but
-    not under a tenth of itself.
+    With `crowd`, c is at most so many times the geometric mean of ‖δu_j‖/max(‖u_j‖, s₀) over the units that
+    move, but not under a tenth of itself.
     """
     channel, unit = places(layer)
     relative = torch.zeros(units(layer)).double()
@@ -287,9 +287,9 @@ def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radiu
         ]
         moves = [((d[j] + mu[i] @ dw[mine]) ** 2 + dw[mine] ** 2 @ fresh_spread[i]).sqrt() for _, d in pairs]
         relative[j] = max(moves) / min(lengths)
-    moving = sorted(r for r in relative.tolist() if r > 0)
+    moving = [r for r in relative.tolist() if r > 0]
     if crowd is not None and moving:
-        radius = min(radius, max(radius / 10, crowd * moving[(len(moving) - 1) // 2]))
+        radius = min(radius, max(radius / 10, crowd * math.prod(moving) ** (1 / len(moving))))
     return torch.tensor([min(1.0, radius / r) if r > 0 else 1.0 for r in relative.tolist()], dtype=torch.float64)
 
 

@@ -96,10 +96,10 @@ def test_trust_radius_is_its_definition(radius, bias):
     biases, moves = ([d.b], [d.db]) if bias else ([], [])
     unit2 = guards.squared_length(w, b if bias else None, mu, spread)
     step2 = guards.squared_length(dw, db if bias else None, mu, fresh)
-    factor, count = guards.trust_factor(unit2, step2, radius, oracle.TRUST_FLOOR)
+    factor, held = guards.trust_factor(unit2, step2, radius, oracle.TRUST_FLOOR)
     expected = oracle.trust_factors(d.layer, d.w, biases, d.dw, moves, d.mu, d.spread, d.fresh, radius)
     assert_close(factor.squeeze(0), expected)
-    assert count == (expected < 1).sum() and factor[0, 1] == 1 and factor[0, 0] < 1
+    assert held.sum() == (expected < 1).sum() and factor[0, 1] == 1 and factor[0, 0] < 1
     weight_step, bias_step = guards.shorten(dw, db if bias else None, factor)
     assert_close(weight_step[0, :, :, 0], expected[:, None] * d.dw)
     assert bias_step is None if not bias else torch.equal(bias_step, factor * db)
@@ -109,11 +109,11 @@ def test_a_held_unit_moves_exactly_its_radius_and_the_others_stay_as_they_are():
     d = Dense(units=30)
     w, b, dw, db, mu, spread, fresh = d.core()
     unit2, step2 = guards.squared_length(w, b, mu, spread), guards.squared_length(dw, db, mu, fresh)
-    factor, count = guards.trust_factor(unit2, step2, 0.5, 1e-3)
+    factor, held = guards.trust_factor(unit2, step2, 0.5, 1e-3)
     moved = guards.shorten(dw, db, factor)
     after = guards.squared_length(*moved, mu, fresh)
     over = step2 > 0.25 * unit2
-    assert 0 < count == over.sum() < 30
+    assert torch.equal(held, over) and 0 < over.sum() < 30
     assert_close(after[over].sqrt(), 0.5 * unit2[over].sqrt())
     assert torch.equal(moved[0][~over], dw[~over]) and torch.equal(moved[1][~over], db[~over])
 
@@ -122,9 +122,9 @@ def test_a_held_unit_moves_exactly_its_radius_and_the_others_stay_as_they_are():
 def test_factors_are_finite_for_extreme_lengths(dtype):
     unit2 = torch.tensor([0.0, 0.0, 1e30, 1e-30, 1e30], dtype=dtype)
     step2 = torch.tensor([0.0, 1e30, 0.0, 1e30, 1e-30], dtype=dtype)
-    factor, count = guards.trust_factor(unit2, step2, 0.1, 1e-3)
+    factor, held = guards.trust_factor(unit2, step2, 0.1, 1e-3)
     assert factor.isfinite().all() and (factor >= 0).all() and (factor <= 1).all()
-    assert factor[[0, 2, 4]].eq(1).all() and count == 2
+    assert factor[[0, 2, 4]].eq(1).all() and held.sum() == 2
     raised, _ = guards.fresh_max(unit2, step2, 4.0)
     assert raised.isfinite().all()
 

@@ -403,7 +403,7 @@ def layer_update(weight, bias, weight_grad, bias_grad, rows, mx, vx, mass, lr):
     on_weight, on_bias = update.gradient_on_v(weight_grad, bias_grad.unsqueeze(0), frame)
     steps = update.step_on_w(-lr * on_weight, -lr * on_bias, frame)
     unit2 = update.unit_length2(weight, bias.unsqueeze(0), frame)
-    held = update.within_trust(unit2, *steps, frame, radius=0.1, floor=1e-3, crowd=3.0)
+    held = update.within_trust(unit2, *steps, frame, radius=0.1, floor=1e-3, crowd=True)
     alone = update.step_on_w(update.gradient_on_v(weight_grad, None, frame)[0], None, frame)
     return flat((frame, steps, held, alone, update.moments_after(running, sums, centre, decay=0.9)))
 

@@ -8,10 +8,10 @@ training loss over the next AFTER steps over that of a run without a shock, on t
 | κ | 0.01 | 0.03 | 10 | 30 | 100 |
 | --- | --- | --- | --- | --- | --- |
 | WhitenedSGD | 1.016 | 1.017 | 1.004 | 1.007 | 1.008 |
-| EvenStep | 1.268 | 1.200 | 0.973 | 0.964 | 0.963 |
-| Whitened(AdamW) | 1.212 | 1.098 | 1.001 | 1.003 | 1.004 |
+| EvenStep | 0.928 | 0.943 | 0.978 | 0.969 | 0.962 |
+| Whitened(AdamW) | 1.005 | 1.004 | 1.001 | 1.004 | 1.004 |
 | unguarded WhitenedSGD | 4584 | 24.30 | 1.111 | 10.40 | 782.5 |
-| unguarded EvenStep | 2.776 | 1.412 | 0.986 | 1.041 | 1.492 |
+| unguarded EvenStep | 2.346 | 1.324 | 0.989 | 1.045 | 1.553 |
 | unguarded Whitened(AdamW) | 1.562 | 1.146 | 0.999 | 1.009 | 1.105 |
 """
 

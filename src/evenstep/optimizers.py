@@ -142,8 +142,10 @@ class CanonicalSGD(_SG):
 class EvenStep(_SG):
     """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
 
-    Each unit's gradient on v is divided by the root of its running mean square, so that every unit takes an even step
-    of about `lr`; momentum looks ahead (Nesterov). State: one momentum buffer, one float per unit, two per input.
+    Each unit's gradient on v is divided by the root of its running mean square, damped by the layer's, so that every
+    unit takes an even step of about `lr`; momentum looks ahead (Nesterov).
+
+    State: one momentum buffer, one float per unit, two per input.
     """
 
     linear = False
@@ -182,7 +184,8 @@ class EvenStep(_SG):
         if block.group["momentum"]:
             buffers = super()._rule(block, on_weight, on_bias, ok)
             ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
-        return rules.divided(block, *ahead, [torch.maximum(average, square)])
+        damping = 0.0 if block.entry is None else block.group["damping"]
+        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping)])
 
 
 class BlockNaturalSGD(_SG):

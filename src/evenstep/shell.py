@@ -21,8 +21,6 @@ from .motion import displace, exchange, follow, gradient, per_bias, rates, resto
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
-CROWD = 3.0  # how far beyond its layer's median relative step a normalizing rule may move a unit
-
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
@@ -316,7 +314,7 @@ class CoordinateOptimizer(Optimizer):
                 frame,
                 radius=trust,
                 floor=TRUST_FLOOR,
-                crowd=None if self.linear else CROWD,
+                crowd=not self.linear,
             )
             stage.guarded(frame.raised, held, largest)
         elif stage is not None and block.group.get("fresh_max") is not None:

@@ -66,6 +66,18 @@ def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
 
 
+def unit_level(average: Tensor, square: Tensor, damping: float) -> Tensor:
+    """What a unit's squared length is measured by: its running mean or its newest, with a share of the layer's mean.
+
+    Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. A unit that hardly
+    answers then takes a shorter step, where dividing by its own length alone would blow noise up to a whole one.
+
+    >>> unit_level(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), 0.5)
+    tensor([3., 4.])
+    """
+    return torch.maximum(average, square) + damping * average.mean()
+
+
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
     """Nesterov's direction, scaled so that a constant gradient gives itself: (1−m)(g + m M), M the new buffer.
 

@@ -91,15 +91,18 @@ def within_trust(
     *,
     radius: float,
     floor: float,
-    crowd: float | None,
+    crowd: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The step with every unit held to its trust radius; how many units were; the largest relative step asked for."""
+    """The step with every unit held to its trust radius; how many units were; the largest relative step asked for.
+
+    With `crowd` the radius is bounded by what is typical of the layer, too.
+    """
     step2 = guards.squared_length(weight_step, bias_steps, frame.constants.mu, frame.fresh_spread)
     if bias_steps is not None:
         step2 = step2.amax(0)
-    factor, held = guards.trust_factor(unit2, step2, radius, floor, crowd)
-    largest = (step2 / unit2.clamp(min=floor * floor)).amax().sqrt()
-    return *guards.shorten(weight_step, bias_steps, factor), held, largest
+    relative2 = guards.relative(unit2, step2, floor)
+    factor, over = guards.trust_factor(unit2, step2, radius, floor, guards.typical(relative2) if crowd else None)
+    return *guards.shorten(weight_step, bias_steps, factor), over.sum(), relative2.amax().sqrt()
 
 
 def moments_after(running: Running, sums: Sums, centre: Tensor, *, decay: float) -> Running:

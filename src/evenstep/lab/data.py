@@ -185,7 +185,7 @@ def batches(
 def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:
     """Each image shifted by up to `margin` pixels both ways, and mirrored half of the time.
 
-    Zeros move in: on normalized images the mean colour, which no layer takes for a border.
+    What moves in is the image's own reflection: a border of one colour would be there in training alone.
     """
     count, _, height, width = x.shape
     shift = torch.randint(0, 2 * margin + 1, (2, count, 1), generator=generator).to(x.device)
@@ -193,6 +193,6 @@ def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4) -> Ten
     rows = torch.arange(height, device=x.device) + shift[0]
     columns = torch.arange(width, device=x.device) + shift[1]
     columns = torch.where(mirrored, columns.flip(1), columns)
-    padded = functional.pad(x, (margin, margin, margin, margin))
+    padded = functional.pad(x, (margin, margin, margin, margin), mode="reflect")
     image = torch.arange(count, device=x.device)[:, None, None]
     return padded.movedim(1, -1)[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
