@@ -10,9 +10,10 @@ import pytest
 import evenstep
 
 ROOT = Path(evenstep.__file__).parent
-PURE = ["moments", "constants", "coordinates", "stepsize", "guards", "update"]
+PURE = ["segments", "moments", "constants", "coordinates", "stepsize", "guards", "update"]
 ORDER = [
     *PURE,
+    "kernels",
     "checks",
     "layers",
     "coverage",

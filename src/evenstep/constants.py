@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .segments import WHOLE, Segments, Whole
+
 
 class Constants(NamedTuple):
     """μ_i and α_i² per input, β_j² per unit (or one for the layer) of the reparametrization, eq. 2."""
@@ -18,7 +20,7 @@ class Constants(NamedTuple):
     beta2: Tensor
 
 
-def damped(vx: Tensor, damping: float) -> Tensor:
+def damped(vx: Tensor, damping: float | Tensor, over: Whole | Segments = WHOLE) -> Tensor:
     """The variance kept in the paper's "suitable range": vx_i + damping · mean_i vx_i.
 
     Departs from the paper, which names no range: relative to the layer, so that it does not depend on the scale of
@@ -27,7 +29,7 @@ def damped(vx: Tensor, damping: float) -> Tensor:
     >>> damped(torch.tensor([[1.0, 3.0]]), 0.5)
     tensor([[2., 4.]])
     """
-    return vx + damping * vx.mean((-2, -1), keepdim=True) if vx.numel() else vx
+    return vx + damping * over.mean(vx)
 
 
 def inverse(x: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def inverse(x: Tensor) -> Tensor:
     return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
 
 
-def geometry_beta2(fan_in: int, sharing: Tensor) -> Tensor:
+def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     """β² = 1/√(n·S), n the fan-in with the kernel's area, S how often a weight is shared per example (§3.5, eq. 12).
 
     >>> geometry_beta2(25, torch.tensor(4.0))

@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from .coordinates import mean_response, per_input, per_unit
+from .segments import WHOLE, Segments, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
 
 
-def fresh_max(vx: Tensor, q: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Raise a stale variance: m_i = max(vx_i, q_i/τ), and how many inputs that changed.
+def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Raise a stale variance: m_i = max(vx_i, q_i/τ), and which inputs that changed.
 
     `q` is this batch's second moment about the *running* mean. With α_i² = 1/m_i no whitened input exceeds a mean
     square of τ on this batch.
 
     >>> fresh_max(torch.tensor([1.0, 1.0]), torch.tensor([3.0, 8.0]), tau=4.0)
-    (tensor([1., 2.]), tensor(1))
+    (tensor([1., 2.]), tensor([False,  True]))
     """
     raised = q / tau
-    return torch.maximum(vx, raised), (raised > vx).sum()
+    return torch.maximum(vx, raised), raised > vx
 
 
 def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def relative(unit2: Tensor, step2: Tensor, floor: float) -> Tensor:
     return step2 / unit2.clamp(min=floor * floor)
 
 
-def typical(relative2: Tensor) -> Tensor:
+def typical(relative2: Tensor, over: Whole | Segments = WHOLE) -> Tensor:
     """The geometric mean of squared relative steps over the units that move; NaN if none does.
 
     Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.
@@ -72,7 +73,9 @@ def typical(relative2: Tensor) -> Tensor:
     >>> typical(torch.tensor([1.0, 4.0, 0.0]))
     tensor(2.)
     """
-    return torch.where(relative2 > 0, relative2.log(), torch.nan).nanmean().exp()
+    moves = relative2 > 0
+    logs, count = over.total(torch.where(moves, relative2.log(), 0.0)), over.total(moves.to(relative2.dtype))
+    return over.widen((logs / count).exp())
 
 
 def shorten(weight_step: Tensor, bias_step: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:

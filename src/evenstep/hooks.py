@@ -5,7 +5,7 @@ compiled. It holds its own tensors (module buffers would be broadcast by DDP) an
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,65 +13,87 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .coverage import Entry
+from .kernels import moments as moments_kernel
 from .layers import LayerKind, Look
-from .moments import Sums, accumulation_dtype, add_zeros, sum_about
+from .moments import Sums, accumulation_dtype, add_zeros, sum_about, thinned
 
 
 class Stage:
     """What one entry's hooks have added up since the last step.
 
-    `centre` is what sums are taken about: the running mean, or the first row seen (NaN: none yet). The tally counts
-    rows, rows of zeros, uses of the weight, examples; then two marks: whether the layer was seen in this forward, and
-    whether the model's own forward announces itself. `fired` counts inputs raised, units held back and steps since
-    the start, `last` the same guards' work in the newest step with its largest relative step.
+    `slots` holds Σ(x − c) and Σ(x − c)² as [slot, 2, input]: a kernel that works in parallel adds to several slots, so
+    that its sums come in the same order in every run. The centre c is the running mean, or the first row seen (NaN:
+    none yet). `tally` counts rows, rows of zeros, uses of the weight, and examples. Of a forward that the model
+    announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
+    which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and steps since the start, `last` the same guards' work in the
+    newest step with its largest relative step.
     """
 
-    TALLY = 6
+    def __init__(
+        self,
+        inputs: int,
+        units: int,
+        like: Tensor,
+        *,
+        stuffed: bool = False,
+        limit: int | None = None,
+        clocks: dict[torch.device, Tensor] | None = None,
+    ) -> None:
+        """Room for `inputs` inputs and the squared gradients of `units` units, from at most `limit` rows a call.
 
-    def __init__(self, inputs: int, units: int, like: Tensor, stuffed: bool) -> None:
-        """Room for `inputs` inputs and the squared gradients of `units` units."""
+        `clocks` are those of the model, one per device.
+        """
         dtype = accumulation_dtype(like.dtype)
-        self.inputs, self.units, self.stuffed = inputs, units, stuffed
-        self.flat = torch.zeros(2 * inputs + units + self.TALLY, dtype=dtype, device=like.device)
+        self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
+        self.clocks = {} if clocks is None else clocks
+        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
+        self.g2 = torch.zeros(units, dtype=dtype, device=like.device)
+        self.tally = torch.zeros(4, dtype=dtype, device=like.device)
+        self.seen = torch.zeros((), device=like.device)
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
 
     def _name(self) -> None:
-        sizes = [self.inputs, self.inputs, self.units, *[1] * self.TALLY]
-        self.first, self.second, self.g2, *tally = torch.split(self.flat, sizes)
-        self.rows, self.zeros, self.applied, self.examples, self.seen, self.rooted = (t.squeeze() for t in tally)
+        self.rows, self.zeros, self.applied, self.examples = self.tally.unbind()
+        device = self.tally.device
+        self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        if self.flat.device != device:
-            self.flat, self.centre, self.fired, self.last = (
-                t.to(device) for t in (self.flat, self.centre, self.fired, self.last)
-            )
+        if self.tally.device != device:
+            if self.slots.shape[0] != moments_kernel.slots(self.slots, device):
+                self.slots = self.slots.sum(0, keepdim=True).expand(moments_kernel.slots(self.slots, device), -1, -1)
+            for name in ("slots", "centre", "g2", "tally", "seen", "fired", "last"):
+                setattr(self, name, getattr(self, name).to(device))
             self._name()
 
     def sums(self) -> Sums:
         """The batch so far, with the zeros that the layer inserts."""
-        sums = Sums(self.rows, self.first, self.second)
+        first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
+        sums = Sums(self.rows, first, second)
         return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
 
     def see(self, look: Look) -> None:
         """Add one call. Repeated calls within one forward of the model show the same examples again."""
         if look.x is not None:
             self.to(look.x.device)
-        self.examples.add_((1 - self.seen * self.rooted) * look.examples)
-        self.applied.add_(look.applied)
-        self.seen.fill_(1)
-        if look.x is None:
+        x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
+        if x is not None and moments_kernel.serves(x, self.slots):
+            moments_kernel.add(x, look, self)
             return
-        x = look.x.detach()
+        self.examples.add_(self.seen != self.clock, alpha=look.examples)
+        self.seen.copy_(self.clock)
+        self.applied.add_(look.applied)
+        if x is None:
+            return
         row = x
         for dim in reversed(range(x.dim())):
             row = row if dim == look.dim else row.select(dim, 0)
         self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         first, second = sum_about(x, self.centre, look.dim)
-        self.first.add_(first)
-        self.second.add_(second)
+        self.slots[0, 0].add_(first)
+        self.slots[0, 1].add_(second)
         self.rows.add_(x.numel() // x.shape[look.dim])
         if self.stuffed:
             self.zeros.add_(look.zeros)
@@ -84,6 +106,11 @@ class Stage:
     def see_gradient(self, grad: Tensor, dim: int) -> None:
         """Add Σ ĝ² over all but the units."""
         self.g2.add_(sum_about(grad.detach(), self.g2.new_zeros(()), dim)[1])
+
+    @property
+    def staged(self) -> list[Tensor]:
+        """What a step uses up."""
+        return [self.slots, self.g2, self.tally]
 
 
 class Traffic:
@@ -144,17 +171,16 @@ class Watch:
 class Announce(Watch):
     """The model's own pre-hook: a new forward begins, so a layer's next call shows new examples."""
 
-    def __init__(self, stages: list[Stage]) -> None:
-        """All stages of the model."""
-        self.every = stages
+    def __init__(self, clocks: dict[torch.device, Tensor]) -> None:
+        """The clocks of the model's stages."""
+        self.clocks = clocks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
-        """Clear the marks; repeated calls within this forward are sharing, not examples."""
+        """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
         if module.training and torch.is_grad_enabled() and not in_transform():
             with torch.no_grad():
-                torch._foreach_zero_([stage.seen for stage in self.every])
-                for stage in self.every:
-                    stage.rooted.fill_(1)
+                for clock in self.clocks.values():
+                    clock.copy_(clock.nan_to_num().add(1).remainder(2**20))
 
 
 class Inert:
@@ -167,20 +193,34 @@ class Inert:
 class Collector:
     """All hooks of one optimizer on one model, and the stages they fill."""
 
-    def __init__(self, model: nn.Module, entries: Iterable[Entry], *, inputs: bool, gradients: bool) -> None:
-        """Stages for `entries`, of their inputs' moments and squared gradients as wanted; hooks come with `attach`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Iterable[Entry],
+        *,
+        inputs: bool,
+        gradients: bool,
+        rows: Callable[[Entry], int | None] = lambda entry: None,
+    ) -> None:
+        """Stages for `entries`, of their inputs' moments and squared gradients as wanted; hooks come with `attach`.
+
+        `rows(entry)` bounds how many rows of a call are looked at.
+        """
         self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
         self.entries = list(entries)
-        self.stages = {entry: self._stage(entry) for entry in self.entries}
+        self.clocks: dict[torch.device, Tensor] = {}
+        self.stages = {entry: self._stage(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
-    def _stage(self, entry: Entry) -> Stage:
+    def _stage(self, entry: Entry, limit: int | None) -> Stage:
         groups, units, inputs, _ = entry.kind.matrix(entry.module, entry.weight).shape
         return Stage(
             groups * inputs,
             groups * units if self.gradients and entry.slot.shown else 0,
             entry.weight,
-            entry.kind.stuffed,
+            stuffed=entry.kind.stuffed,
+            limit=limit,
+            clocks=self.clocks,
         )
 
     def attach(self, owner: object) -> None:
@@ -195,7 +235,7 @@ class Collector:
             watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
         if self.stages:
-            announce = Announce(list(self.stages.values()))
+            announce = Announce(self.clocks)
             self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
         weakref.finalize(owner, remove, self._handles)
 
@@ -217,7 +257,7 @@ class Collector:
     def clear(self) -> None:
         """Forget what was staged: it has been used, or is not to be."""
         if self.stages:
-            torch._foreach_zero_([stage.flat for stage in self.stages.values()])
+            torch._foreach_zero_([t for stage in self.stages.values() for t in stage.staged])
         self.traffic.rows = self.traffic.empty = False
 
 

@@ -4,10 +4,13 @@ A hook sees a batch in pieces (micro-batches, repeated calls, recomputed forward
 sums about a centre, `Sums`. Once per step the sums become the batch's moments and join the running average, `Running`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .segments import WHOLE, Segments, Whole
 
 
 class Sums(NamedTuple):
@@ -49,6 +52,34 @@ def sum_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return deviation.sum(others), (deviation * deviation).sum(others)
 
 
+def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
+    """A lattice of at most `limit` rows of `x`, inputs along `dim`: a view that spreads over examples and positions.
+
+    Positions are thinned out first, so that as many examples as possible are looked at.
+
+    >>> thinned(torch.zeros(8, 3, 32, 32), 1, 512).shape
+    torch.Size([8, 3, 8, 8])
+    >>> thinned(torch.zeros(100, 7), 1, 30).shape
+    torch.Size([25, 7])
+    """
+    dim, rows = dim % x.dim(), x.numel() // max(1, x.shape[dim])
+    if limit is None or rows <= limit:
+        return x
+    positions = [d for d in range(x.dim() - 1, 0, -1) if d != dim]
+    for k, d in enumerate(positions):
+        excess = -(-rows // limit)
+        x, rows = every(x, d, math.ceil(excess ** (1 / (len(positions) - k))), rows)
+    return every(x, 0, -(-rows // limit), rows)[0] if dim else x
+
+
+def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
+    """Every `stride`-th slice along `dim`, from the middle of the first stride on, and the rows that are left."""
+    size = x.shape[dim]
+    stride = max(1, min(stride, size))
+    kept = -(-(size - stride // 2) // stride)
+    return x[(slice(None),) * dim + (slice(stride // 2, None, stride),)], rows // max(1, size) * kept
+
+
 def recentre(sums: Sums, shift: Tensor) -> Sums:
     """The same batch summed about `centre + shift`: Σ(x−c−s) and Σ(x−c−s)².
 
@@ -65,10 +96,9 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
     return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
 
 
-def usable(sums: Sums) -> Tensor:
-    """Whether the batch has rows and nothing but finite sums (a 0-d bool; stays on the device)."""
-    finite = torch.isfinite(sums.first).all() & torch.isfinite(sums.second).all()
-    return finite & (sums.rows > 0)
+def usable(sums: Sums, over: Whole | Segments = WHOLE) -> Tensor:
+    """Whether the batch has rows and nothing but finite sums (a bool that meets every input; stays on the device)."""
+    return over.every(torch.isfinite(sums.first) & torch.isfinite(sums.second)) & (sums.rows > 0)
 
 
 def batch_moments(sums: Sums, centre: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +123,7 @@ def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
     return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
 
 
-def gain(mass: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
     """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
 
     >>> gain(torch.tensor(0.0), 0.75)
@@ -103,7 +133,7 @@ def gain(mass: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     return (1 - decay) / mass, mass
 
 
-def fold(running: Running, mean: Tensor, var: Tensor, decay: float) -> Running:
+def fold(running: Running, mean: Tensor, var: Tensor, decay: float | Tensor) -> Running:
     """The running moments after a batch with this mean and variance (§2.3).
 
     With k the batch's weight and d = ⟨x⟩ − mx:   mx ← mx + k d,   vx ← (1−k) vx + k var + k(1−k) d².
@@ -120,7 +150,7 @@ torch.tensor([1.0]), 0.5)
     return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
 
 
-def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float) -> Tensor:
+def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:
     """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it.
 
     >>> fold_mean(torch.tensor(4.0), torch.tensor(2.0), torch.tensor(0.5), 0.5)

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import constants as C
 from . import coordinates, guards
 from .moments import Running, Sums, batch_moments, fold, second_moment_about, usable
+from .segments import WHOLE, Segments, Whole
 
 
 class Frame(NamedTuple):
@@ -32,32 +33,37 @@ def still_frame(like: Tensor, beta2: Tensor) -> Frame:
     `like` is any tensor shaped [group, input].
     """
     one = torch.ones_like(like)
-    return Frame(C.fan_in(like, beta2), one, one, torch.zeros((), dtype=torch.int64, device=like.device))
+    return Frame(C.fan_in(like, beta2), one, one, like.new_zeros(()))
 
 
 def moving_frame(
-    running: Running, sums: Sums, centre: Tensor, beta2: Tensor, *, damping: float, fresh_max: float | None
+    running: Running,
+    sums: Sums,
+    centre: Tensor,
+    beta2: Tensor,
+    *,
+    damping: float | Tensor,
+    fresh_max: float | Tensor | None,
+    over: Whole | Segments = WHOLE,
 ) -> Frame:
     """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
 
     The first batch uses its own moments, for want of others. Without any moments the coordinates are fan-in ones.
+    Many layers can lie end to end (`over`), rows, mass and settings then given for each input.
     """
-    fresh, started = usable(sums), running.mass > 0
+    fresh, started = usable(sums, over), running.mass > 0
     mean, var = batch_moments(sums, centre)
     mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
     q = torch.where(fresh, second_moment_about(sums, centre, mx), vx)
-    if fresh_max is None:
-        raised, fired = vx, torch.zeros((), dtype=torch.int64, device=vx.device)
-    else:
-        raised, fired = guards.fresh_max(vx, q, fresh_max)
+    raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
     known = fresh | started
-    floored = C.damped(raised, damping)
+    floored = C.damped(raised, damping, over)
     spread = torch.where(known, floored, 1.0)
     return Frame(
         C.whitening(torch.where(known, mx, 0.0), spread, beta2),
         spread,
         torch.where(known, torch.maximum(vx, q) + (floored - raised), 1.0),
-        torch.where(known, fired, 0),
+        over.total((fired & known).to(vx.dtype)),
     )
 
 
@@ -105,9 +111,11 @@ def within_trust(
     return *guards.shorten(weight_step, bias_steps, factor), over.sum(), relative2.amax().sqrt()
 
 
-def moments_after(running: Running, sums: Sums, centre: Tensor, *, decay: float) -> Running:
+def moments_after(
+    running: Running, sums: Sums, centre: Tensor, *, decay: float | Tensor, over: Whole | Segments = WHOLE
+) -> Running:
     """The running moments once this batch has joined them; unchanged if the batch is empty or not finite."""
     mean, var = batch_moments(sums, centre)
     joined = fold(running, mean, var, decay)
-    fresh = usable(sums)
+    fresh = usable(sums, over)
     return Running(*(torch.where(fresh, new, old) for new, old in zip(joined, running, strict=True)))
