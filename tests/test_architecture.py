@@ -10,7 +10,7 @@ import pytest
 import evenstep
 
 ROOT = Path(evenstep.__file__).parent
-PURE = ["segments", "moments", "constants", "coordinates", "stepsize", "guards", "update"]
+PURE = ["segments", "moments", "constants", "coordinates", "stepsize", "guards", "update", "rows"]
 ORDER = [
     *PURE,
     "kernels",
@@ -24,6 +24,7 @@ ORDER = [
     "proxies",
     "report",
     "motion",
+    "together",
     "shell",
     "optimizers",
     "whitened",

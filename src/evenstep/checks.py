@@ -69,6 +69,10 @@ def hyperparameters(owner: str, group: Mapping[str, Any]) -> None:
     nonnegative(owner, **{k: group[k] for k in ("damping", "eps", "plain_lr", "weight_decay") if k in group})
     fraction(owner, **{k: group[k] for k in ("decay", "momentum") if k in group})
     positive_or_none(owner, **{k: group[k] for k in ("fresh_max", "trust", "sharing") if k in group})
+    rows = group.get("rows")
+    if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and rows > 0):
+        raise ValueError(f"{owner}: rows must be a whole number > 0, or None for all of them; got {rows!r}.")
+    one_of(owner, "foreach", group.get("foreach"), [None, True, False])
     if isinstance(group.get("exclude"), str):
         raise ValueError(f"{owner}: exclude must be a list of name patterns; got the string {group['exclude']!r}.")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import checks, rules, stepsize
 from .blocks import Block
-from .shell import CoordinateOptimizer
+from .shell import CoordinateOptimizer, Plan
 
 
 def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
@@ -19,6 +19,8 @@ def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
 
 class _SG(CoordinateOptimizer):
     """Stochastic gradient with momentum on v: linear in the gradient."""
+
+    _together = "sg"
 
     def _init_rule(self, block: Block) -> None:
         if block.group["momentum"]:
@@ -53,6 +55,7 @@ class FanInSGD(_SG):
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -77,10 +80,12 @@ class WhitenedSGD(_SG):
         damping: float = 0.1,
         fresh_max: float | None = 4.0,
         trust: float | None = 0.1,
+        rows: int | None = 4096,
         plain_lr: float | None = None,
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -96,6 +101,7 @@ class CanonicalSGD(_SG):
     """
 
     coordinates = "canonical"
+    _together = None
     _copied = ("scaler",)
 
     def __init__(
@@ -110,11 +116,13 @@ class CanonicalSGD(_SG):
         damping: float = 0.1,
         fresh_max: float | None = 4.0,
         trust: float | None = 0.1,
+        rows: int | None = 4096,
         plain_lr: float | None = 0.01,
         reduction: str = "mean",
         scaler: Any = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -122,13 +130,13 @@ class CanonicalSGD(_SG):
         super().__init__(params, options(locals()), model)
         self.scaler = scaler
 
-    def _step_blocks(self, blocks: list[Block]) -> None:
+    def _step_blocks(self, plan: Plan) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
         if self._collector is not None:
             if scale is not None:
                 self._collector.unscale(scale)
             self._examples = self._collector.examples()
-        super()._step_blocks(blocks)
+        super()._step_blocks(plan)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Of the mean loss, whatever the reduction."""
@@ -149,6 +157,7 @@ class EvenStep(_SG):
     """
 
     linear = False
+    _together = "even"
 
     def __init__(
         self,
@@ -162,10 +171,12 @@ class EvenStep(_SG):
         damping: float = 0.3,
         fresh_max: float | None = 4.0,
         trust: float | None = 0.1,
+        rows: int | None = 4096,
         eps: float = 1e-12,
         plain_lr: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -198,6 +209,7 @@ class BlockNaturalSGD(_SG):
 
     coordinates = "plain"
     linear = False
+    _together = None
 
     def __init__(
         self,
@@ -215,6 +227,7 @@ class BlockNaturalSGD(_SG):
         trust: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""

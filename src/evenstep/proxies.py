@@ -64,9 +64,9 @@ class BaseRule:
         return dict(self.make([q]).state[q]) if self.born_with_state else {}
 
 
-def capturable(rule: Any) -> dict[str, bool]:
-    """The keyword that lets a rule be captured in a CUDA graph, if it has one."""
-    return {"capturable": True} if "capturable" in inspect.signature(getattr(rule, "func", rule)).parameters else {}
+def keyword(rule: Any, name: str, value: Any) -> dict[str, Any]:
+    """A keyword for a rule, if it has it."""
+    return {name: value} if name in inspect.signature(getattr(rule, "func", rule)).parameters else {}
 
 
 def trial(make: Callable[..., Optimizer], start: float) -> Tensor:

@@ -6,7 +6,7 @@ A subclass names its coordinates and its rule; the arithmetic is in the core.
 import warnings
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,20 @@ from .hooks import Collector, Stage
 from .moments import accumulation_dtype
 from .motion import displace, exchange, follow, gradient, per_bias, rates, restored
 from .report import coverage_of
+from .together import Layout, Together, arrange
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
+
+
+class Plan(NamedTuple):
+    """The blocks of a step: those that move together, and the rest, which move one by one."""
+
+    signature: list[Any]
+    blocks: list[Block]
+    layouts: list[Layout]
+    rest: list[Block]
 
 
 class Monitor(Protocol):
@@ -40,6 +50,7 @@ class CoordinateOptimizer(Optimizer):
 
     coordinates: ClassVar[str] = "whitened"  # what layers get: "whitened", "canonical", "fan-in" or "plain"
     linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
+    _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", or none
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None) -> None:
@@ -59,6 +70,7 @@ class CoordinateOptimizer(Optimizer):
         self._left_out: dict[int, str] = {}
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
         self._complete = False  # whether every parameter has its state
+        self._plan: Plan | None = None
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
         self._monitors: list[Monitor] = []
@@ -101,7 +113,13 @@ class CoordinateOptimizer(Optimizer):
         entries, self._left_out = survey(model, self._why_not)
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
-        self._collector = Collector(model, trained, inputs=moments, gradients=self.coordinates == "canonical")
+        self._collector = Collector(
+            model,
+            trained,
+            inputs=moments,
+            gradients=self.coordinates == "canonical",
+            rows=lambda entry: self._option(entry.weight, "rows", None),
+        )
         self._complete = False
         self._recentre()
         if self.coordinates != "plain":
@@ -135,9 +153,13 @@ class CoordinateOptimizer(Optimizer):
         self.attach(model)
 
     def _why_not(self, name: str, weight: Tensor) -> str | None:
-        group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), None)
-        patterns = () if group is None else group["exclude"]
+        patterns = self._option(weight, "exclude", ())
         return next((f"excluded by '{p}'" for p in patterns if fnmatchcase(name, p)), None)
+
+    def _option(self, weight: Tensor, name: str, default: Any) -> Any:
+        """An option of the group that holds `weight`."""
+        group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), {})
+        return group.get(name, default)
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
@@ -166,26 +188,57 @@ class CoordinateOptimizer(Optimizer):
                 loss = closure()
         if not self._complete:
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._complete = True
+            self._complete, self._plan = True, None
         traffic = None if self._collector is None else self._collector.traffic
         if traffic is None or traffic.rows or not traffic.empty:
-            self._step_blocks(self._blocks(lambda p: p.grad is not None))
+            self._step_blocks(self._planned())
         if self._collector is not None:
             self._collector.clear()
         return loss
 
-    def _step_blocks(self, blocks: list[Block]) -> None:
-        self._init_state(blocks)
-        ok = self._finite(blocks)
+    def _planned(self) -> Plan:
+        """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go."""
+        signature = [
+            (
+                id(group),
+                group["foreach"],
+                group.get("momentum"),
+                [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
+            )
+            for group in self.param_groups
+        ]
+        if self._plan is None or self._plan.signature != signature:
+            blocks = self._blocks(lambda p: p.grad is not None)
+            if any(gradient(p).layout != torch.strided for block in blocks for p in block.parameters):
+                raise RuntimeError(
+                    f"{self._owner} does not support sparse gradients; build the Embedding with sparse=False."
+                )
+            self._init_state(blocks)
+            layouts, rest = arrange([(b, self._stage(b)) for b in blocks] if self._together else [], blocks)
+            self._plan = Plan(signature, blocks, layouts, rest)
+        return self._plan
+
+    def _step_blocks(self, plan: Plan) -> None:
+        blocks = plan.blocks
+        moving = [Together(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
+        ok = self._finite(plan.rest, [move.finite() for move in moving])
         on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
         if on_host and not ok:
             self._warn("nonfinite", NONFINITE)
             self._recentre()
             return
         self._say_unseen(blocks)
-        self._advance(blocks, None if on_host else ok)
-        for p in (p for block in blocks for p in self._counted(block)):
-            self.state[p]["step"] += 1 if on_host else ok
+        mask = None if on_host else ok
+        for move in moving:
+            move.move(mask, TRUST_FLOOR)
+            for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
+                for monitor in self._monitors:
+                    monitor.note(block, stage, self.state[block.weight])
+            move.coordinates.commit(mask)
+        self._advance(plan.rest, mask)
+        steps = [self.state[p]["step"] for block in blocks for p in self._counted(block)]
+        if steps:
+            torch._foreach_add_(steps, 1 if on_host else ok.to(steps[0]))
         for monitor in self._monitors:
             monitor.end_step()
 
@@ -208,19 +261,15 @@ class CoordinateOptimizer(Optimizer):
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
         return block.parameters
 
-    def _finite(self, blocks: list[Block]) -> Tensor:
+    def _finite(self, blocks: list[Block], known: list[Tensor]) -> Tensor:
         """Whether all gradients are finite, as a bool on the device; a step that is not is counted."""
-        grads = [gradient(p) for block in blocks for p in block.parameters]
-        if any(g.layout != torch.strided for g in grads):
-            raise RuntimeError(
-                f"{self._owner} does not support sparse gradients; build the Embedding with sparse=False."
-            )
-        grads = [g for g in grads if g.numel()]
-        if not grads:
+        grads = [g for block in blocks for p in block.parameters if (g := gradient(p)).numel()]
+        largest = torch._foreach_norm(grads, float("inf")) if grads else []
+        finite = [*known, *(torch.isfinite(norm) for norm in largest)]
+        if not finite:
             return torch.ones((), dtype=torch.bool)
-        device = grads[0].device
-        largest = torch._foreach_norm(grads, float("inf"))
-        ok = torch.stack([norm.to(device, torch.float32) for norm in largest]).isfinite().all()
+        device = finite[0].device
+        ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
         if self._nonfinite is None or self._nonfinite.device != device:
             self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._nonfinite += ~ok

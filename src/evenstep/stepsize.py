@@ -7,6 +7,8 @@ a plus sign in the paper; a descent step needs the minus.
 import torch
 from torch import Tensor
 
+from .segments import WHOLE, Segments, Whole
+
 
 def natural_step(natural_grad: Tensor, gamma: float) -> Tensor:
     """Eq. 8, natural gradient with a stepsize: −γ G⁻¹⟨∇E⟩, given `natural_grad` = G⁻¹⟨∇E⟩.
@@ -31,7 +33,7 @@ def trust_step(grad: Tensor, natural_grad: Tensor, eta: float, dim: int | None =
     return -eta * normalized(natural_grad, square)
 
 
-def normalized(grad: Tensor, square: Tensor, eps: float = 0.0) -> Tensor:
+def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tensor:
     """grad / √(eps + square): the common form of eqs. 9, 10 and 11; 0 where the denominator is 0.
 
     `square` is the block's squared length: this batch's own (eqs. 9, 10) or an expectation of it (eq. 11), and
@@ -66,7 +68,7 @@ def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
 
 
-def unit_level(average: Tensor, square: Tensor, damping: float) -> Tensor:
+def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole | Segments = WHOLE) -> Tensor:
     """What a unit's squared length is measured by: its running mean or its newest, with a share of the layer's mean.
 
     Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. A unit that hardly
@@ -75,7 +77,7 @@ def unit_level(average: Tensor, square: Tensor, damping: float) -> Tensor:
     >>> unit_level(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), 0.5)
     tensor([3., 4.])
     """
-    return torch.maximum(average, square) + damping * average.mean()
+    return torch.maximum(average, square) + damping * over.mean(average)
 
 
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:

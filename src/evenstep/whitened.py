@@ -36,12 +36,14 @@ class Whitened(CoordinateOptimizer):
         damping: float = 0.3,
         fresh_max: float | None = 4.0,
         trust: float | None = 0.1,
+        rows: int | None = 4096,
         weight_decay: float = 0.0,
         joint: bool | None = None,
         plain: Any = None,
         plain_lr: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         **base_kwargs: Any,
     ) -> None:
@@ -50,7 +52,9 @@ class Whitened(CoordinateOptimizer):
         checks.learning_rate(owner, base_kwargs.get("lr", 0.0))
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
         if capturable:
-            base_kwargs |= proxies.capturable(base)
+            base_kwargs |= proxies.keyword(base, "capturable", True)
+        if foreach is not None:
+            base_kwargs |= proxies.keyword(base, "foreach", foreach)
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else BaseRule(owner, plain, {})
@@ -62,14 +66,16 @@ class Whitened(CoordinateOptimizer):
             "damping": damping,
             "fresh_max": fresh_max,
             "trust": trust,
+            "rows": rows,
             "weight_decay": weight_decay,
             "joint": muon if joint is None else joint,
             "plain_lr": plain_lr,
             "exclude": exclude,
             "maximize": maximize,
+            "foreach": foreach,
             "capturable": capturable,
         }
-        clash = (set(ours) & set(self._base.instance.defaults)) - {"weight_decay", "maximize", "capturable"}
+        clash = (set(ours) & set(self._base.instance.defaults)) - {"weight_decay", "maximize", "foreach", "capturable"}
         if clash:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
         super().__init__(params, {**self._base.instance.defaults, **ours}, model)

@@ -1,0 +1,214 @@
+"""Step time and memory of optimizers on one network: interleaved in one run, as ratios to SGD.
+
+Needs torch alone; `evenstep bench` and `python -m evenstep.lab.bench` run it.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+import evenstep
+from evenstep.lab import records
+from evenstep.lab.bench_models import SUBJECTS
+
+MOMENTUM = 0.9
+CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
+    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
+    "muon": lambda m: Muons(m),
+    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-3, momentum=MOMENTUM),
+    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM),
+    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM, foreach=False),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-4),
+    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
+}
+
+
+class Muons(torch.optim.Optimizer):
+    """torch's Muon on matrices and AdamW on the rest, as Muon's users do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        self.parts = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-4, fused=True)]
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        """Both."""
+        for part in self.parts:
+            part.step()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison."""
+
+    model: str
+    contenders: tuple[str, ...]
+    device: str = "cpu"
+    batch: int | None = None
+    rounds: int = 30
+    compiled: bool = False
+    autocast: bool = False
+    channels_last: bool = False
+    threads: int = 0
+
+
+class Contender:
+    """A network, its optimizer and its data, ready to make steps."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        torch.manual_seed(0)
+        subject, device = SUBJECTS[setting.model], torch.device(setting.device)
+        self.name, self.device, self.autocast = name, device, setting.autocast
+        model = subject.build(norm=True) if name == "batch-norm" else subject.build()  # not all have it
+        layout = torch.channels_last if setting.channels_last else torch.contiguous_format
+        self.model = model.to(device, memory_format=layout)
+        self.x, self.y = subject.batch(setting.batch, device)
+        if setting.channels_last:
+            self.x = self.x.to(memory_format=layout)
+        self.optimizer = CONTENDERS[name](self.model)
+        self.call = torch.compile(self.model) if setting.compiled else self.model
+
+    def step(self) -> None:
+        """One training step."""
+        self.optimizer.zero_grad()
+        mixed = torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+        with mixed:
+            output = self.call(self.x)
+            loss = functional.cross_entropy(output.flatten(0, -2), self.y.flatten())
+        loss.backward()
+        self.optimizer.step()
+
+    def state_floats(self) -> float:
+        """Floats of optimizer state per parameter, beyond momentum."""
+        states = getattr(self.optimizer, "parts", [self.optimizer])
+        sizes = [
+            v.numel()
+            for part in states
+            for s in part.state.values()
+            for k, v in s.items()
+            if isinstance(v, torch.Tensor) and k != "momentum_buffer"
+        ]
+        return sum(sizes) / sum(p.numel() for p in self.model.parameters())
+
+
+def timed(device: torch.device, call: Callable[[], None]) -> float:
+    """Seconds of a call, on the device's own clock."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up: int = 5) -> records.Record:
+    """The record of one comparison: per contender median seconds, ratio to the first with its spread, memory."""
+    if setting.threads:
+        torch.set_num_threads(setting.threads)
+    contenders = [Contender(name, setting) for name in setting.contenders]
+    device = contenders[0].device
+    memory = {}
+    for c in contenders:
+        for _ in range(warm_up):
+            c.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            c.step()
+            torch.cuda.synchronize()
+            memory[c.name] = torch.cuda.max_memory_allocated() - before
+    times: dict[str, list[float]] = {c.name: [] for c in contenders}
+    for k in range(setting.rounds):
+        for c in contenders if k % 2 else reversed(contenders):  # so that no one always follows the same one
+            times[c.name].append(timed(device, c.step))
+        if on_round is not None:
+            on_round(k)
+    metrics = [summary(c, times, memory.get(c.name)) for c in contenders]
+    del contenders
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    return records.make({"bench": True, **asdict(setting)}, 0, metrics, device)
+
+
+def summary(contender: Contender, times: dict[str, list[float]], memory: int | None) -> dict[str, Any]:
+    """One row of the table."""
+    mine, first = times[contender.name], next(iter(times.values()))
+    ratios = [a / b for a, b in zip(mine, first, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        "contender": contender.name,
+        "seconds": statistics.median(mine),
+        "ratio": statistics.median(mine) / statistics.median(first),
+        "ratio_low": quartiles[0],
+        "ratio_high": quartiles[2],
+        "step_memory": memory,
+        "state_per_parameter": contender.state_floats(),
+    }
+
+
+def table(record: records.Record) -> str:
+    """The rows as text."""
+    c = record["config"]
+    how = ", ".join(
+        w
+        for w, on in (("compiled", c["compiled"]), ("bf16", c["autocast"]), ("channels_last", c["channels_last"]))
+        if on
+    )
+    lines = [f"{c['model']}, batch {c['batch'] or 'default'}, {how or 'eager'}, {record['environment']['device']}"]
+    for row in record["metrics"]:
+        lines.append(
+            f"  {row['contender']:15} {1e3 * row['seconds']:9.3f} ms  ratio {row['ratio']:.3f} "
+            f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f})  state {row['state_per_parameter']:.4f}/parameter"
+            + (f"  step memory {row['step_memory'] / 2**20:.0f} MiB" if row["step_memory"] else "")
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Without rich and tyro, for machines that have torch alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", nargs="+", choices=SUBJECTS, default=["paper-cnn", "paper-cnn-4"])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["sgd", "whitened-sgd", "evenstep"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    for model in args.model:
+        for batch in args.batch or [None]:
+            setting = Setting(
+                model, tuple(args.contenders), args.device, batch, args.rounds, args.compiled, args.autocast,
+                args.channels_last, args.threads,
+            )  # fmt: skip
+            record = run(setting)
+            print(table(record), flush=True)
+            if args.out is not None:
+                records.append(args.out, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Kernels against the plain versions and float64 (GPU), and the step of many blocks against the loop (any device)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import evenstep
+from evenstep.hooks import Stage
+from evenstep.kernels import moments as kernel
+from evenstep.layers import Look
+from evenstep.moments import batch_moments
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Net(nn.Module):
+    """Every way a block can move: biases and none, groups, a norm, an embedding, a bare parameter, a frozen bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(11, 12)
+        self.first, self.norm = nn.Linear(12, 20, bias=False), nn.LayerNorm(20)
+        self.second, self.frozen = nn.Linear(20, 18), nn.Linear(18, 36)
+        self.frozen.bias.requires_grad_(False)
+        self.conv, self.depth = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, 3, groups=6, bias=False)
+        self.grouped, self.last = nn.Conv2d(6, 8, 2, groups=2), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, tokens):
+        x = self.norm(self.first(self.token(tokens)).relu())
+        x = self.frozen(self.second(x).relu()).view(-1, 4, 3, 3).relu()
+        x = self.grouped(nn.functional.pad(self.depth(self.conv(x).relu()), (1, 1, 1, 1))).relu().mean((2, 3))
+        return self.last(x) * self.scale.sum()
+
+
+OPTIMIZERS = {
+    "sg": lambda m, **k: evenstep.WhitenedSGD(m, lr=0.05, **k),
+    "momentum": lambda m, **k: evenstep.WhitenedSGD(m, lr=0.02, momentum=0.9, weight_decay=0.1, **k),
+    "unguarded": lambda m, **k: evenstep.WhitenedSGD(m, lr=1e-4, momentum=0.9, trust=None, fresh_max=None, **k),
+    "fan-in": lambda m, **k: evenstep.FanInSGD(m, lr=0.5, momentum=0.9, trust=0.1, **k),
+    "even": lambda m, **k: evenstep.EvenStep(m, lr=0.03, weight_decay=0.1, **k),
+    "even-plain": lambda m, **k: evenstep.EvenStep(m, lr=0.03, momentum=0.0, maximize=True, **k),
+    "even-tight": lambda m, **k: evenstep.EvenStep(m, lr=0.3, trust=0.02, fresh_max=0.8, **k),
+    "even-tensor-lr": lambda m, **k: evenstep.EvenStep(m, lr=torch.tensor(0.03), **k),
+}
+
+
+def train(optimizer, model, device, steps=6, dtype=torch.float32, poison=()):
+    generator = torch.Generator().manual_seed(5)
+    for step in range(steps):
+        tokens = torch.randint(0, 11, (16,), generator=generator).to(device)
+        loss = (model(tokens) - 1).square().mean() * (3.0 if step == 3 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        if step in poison:
+            model.second.weight.grad[0, 0] = torch.nan
+        optimizer.step()
+
+
+def states(optimizer, model):
+    return {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_together_is_one_by_one(device, name, poison):
+    torch.manual_seed(3)
+    single = Net().to(device)
+    many = copy.deepcopy(single)
+    if device == "cpu":
+        single, many = single.double(), many.double()
+    loop, together = OPTIMIZERS[name](single, foreach=False), OPTIMIZERS[name](many)
+    train(loop, single, device, poison=poison)
+    train(together, many, device, poison=poison)
+    assert together._plan.layouts and not loop._plan.layouts
+    close = {"rtol": 1e-9, "atol": 1e-11} if device == "cpu" else {"rtol": 2e-3, "atol": 2e-5}
+    for (label, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
+        assert_close(b, a, msg=lambda m, label=label: f"{label}: {m}", **close)
+    expected, found = states(loop, single), states(together, many)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert_close(found[key], value, msg=lambda m, key=key: f"{key}: {m}", **close)
+    assert loop.nonfinite_steps == together.nonfinite_steps == len(poison)
+    for key, rates in loop.fired().items():
+        assert rates == pytest.approx(together.fired()[key], abs=0 if device == "cpu" else 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_channels_last_and_half_precision_together(name, dtype):
+    torch.manual_seed(3)
+    single = Net().to("cuda", dtype).to(memory_format=torch.channels_last)
+    many = copy.deepcopy(single)
+    loop, together = OPTIMIZERS[name](single, foreach=False), OPTIMIZERS[name](many)
+    train(loop, single, "cuda", steps=3)
+    train(together, many, "cuda", steps=3)
+    assert together._plan.layouts
+    close = {"rtol": 2e-3, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.03}
+    for a, b in zip(single.parameters(), many.parameters(), strict=True):
+        assert_close(b, a, **close)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_an_eager_one():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
+    graphed = copy.deepcopy(eager)
+    xs = [torch.randn(32, 8, device="cuda") for _ in range(8)]
+    still = xs[0].clone()
+
+    def step(model, optimizer, x):
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    one, two = (evenstep.EvenStep(m, lr=0.02, capturable=True) for m in (eager, graphed))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for x in xs[:3]:
+            still.copy_(x)
+            two.zero_grad(set_to_none=True)
+            step(graphed, two, still)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    two.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step(graphed, two, still)
+    for x in xs[3:]:
+        still.copy_(x)
+        graph.replay()
+    for x in xs:
+        one.zero_grad(set_to_none=True)
+        step(eager, one, x)
+    for a, b in zip(eager.parameters(), graphed.parameters(), strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_device():
+    model = Net().cuda()
+    optimizers = [evenstep.EvenStep(model), evenstep.WhitenedSGD(model, momentum=0.9)]
+    train(optimizers[0], model, "cuda", steps=2)
+    train(optimizers[1], model, "cuda", steps=2)
+    tokens = torch.randint(0, 11, (16,), device="cuda")
+    for optimizer in optimizers:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(6):
+                model.zero_grad()
+                model(tokens).square().mean().backward()
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+SHAPES = [
+    ((7, 5), 1),
+    ((1, 1), 1),
+    ((3, 1000), 1),
+    ((4097, 3), 1),
+    ((2, 17, 64), 2),
+    ((5, 3, 9, 7), 1),
+    ((2, 130, 1, 1), 1),
+    ((3, 2, 4, 5, 6), 1),
+    ((64, 700), 1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
+def test_moments_kernel_against_float64(shape, dim, dtype, layout):
+    torch.manual_seed(0)
+    mean = 1e4 if dtype == torch.float32 else 3.0
+    x = (mean + torch.randn(shape, device="cuda", dtype=torch.float64)).to(dtype)
+    if layout == "channels_last" and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    elif layout == "strided":
+        x = torch.stack([x, x], -1)[..., 0]
+    stage = Stage(shape[dim], 0, torch.zeros(1, device="cuda"))
+    assert kernel.serves(x, stage.slots)
+    rows = x.numel() // shape[dim]
+    look = Look(x, dim, shape[0], rows)
+    stage.see(look)
+    stage.see(look)
+    again = Stage(shape[dim], 0, torch.zeros(1, device="cuda"))
+    again.see(look)
+    again.see(look)
+    assert torch.equal(stage.slots, again.slots), "the same in every run"
+    assert stage.tally.tolist() == [2 * rows, 0, 2 * rows, 2 * shape[0]]
+    found_mean, found_var = batch_moments(stage.sums(), stage.centre)
+    exact = x.double().movedim(dim, -1).reshape(-1, shape[dim])
+    assert_close(found_mean.double(), exact.mean(0), rtol=1e-6, atol=1e-5)
+    scale = exact.var(0, correction=0)
+    assert_close(found_var.double(), scale, rtol=1e-4, atol=1e-5 * float(scale.max().clamp(min=1e-3)))
+
+
+@pytest.mark.gpu
+def test_moments_kernel_counts_examples_once_per_announced_forward():
+    model = nn.Sequential(nn.Linear(4, 4)).cuda()
+    optimizer = evenstep.WhitenedSGD(model)
+    model(torch.randn(8, 4, device="cuda"))
+    model(torch.randn(8, 4, device="cuda"))
+    model[0](torch.randn(8, 4, device="cuda"))
+    (stage,) = optimizer._collector.stages.values()
+    assert stage.examples.item() == 16 and stage.applied.item() == 24
