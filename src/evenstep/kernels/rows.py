@@ -170,7 +170,8 @@ def _kernels() -> tuple[Any, Any]:
         unit = tl.program_id(0)
         block = tl.load(owner + unit).to(tl.int64)
         p, s = pointers + block * 6, shape + block * 7
-        columns, inputs, inner = tl.load(s), tl.load(s + 1), tl.load(s + 2)
+        columns = tl.load(s).to(tl.int32)
+        inputs, inner = tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
         row = unit - tl.load(s + 5)
         base = tl.where((tl.load(s + 6) & 2) != 0, tl.load(s + 4) + row // tl.load(s + 3) * inputs, tl.load(s + 4))
         flags = tl.load(s + 6)
@@ -254,7 +255,8 @@ def _kernels() -> tuple[Any, Any]:
         unit = tl.program_id(0)
         block = tl.load(owner + unit).to(tl.int64)
         p, s = pointers + block * 6, shape + block * 7
-        columns, inputs, inner, flags = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 6)
+        columns, flags = tl.load(s).to(tl.int32), tl.load(s + 6)
+        inputs, inner = tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
         row = unit - tl.load(s + 5)
         base = tl.where((flags & 2) != 0, tl.load(s + 4) + row // tl.load(s + 3) * inputs, tl.load(s + 4))
         weight = pointer(tl.load(p), KIND) + row * columns
