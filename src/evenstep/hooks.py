@@ -110,7 +110,7 @@ class Stage:
     @property
     def staged(self) -> list[Tensor]:
         """What a step uses up."""
-        return [self.slots, self.g2, self.tally]
+        return [self.slots, self.tally, *([self.g2] if self.units else [])]
 
 
 class Traffic:

@@ -1,8 +1,8 @@
 """The step for many blocks at once, in a number of launches that does not grow with the network.
 
 The arithmetic is that of the block-by-block loop in `shell`, which stays as its reference. What belongs to inputs lies
-end to end in one tensor, what belongs to units in another; weights are read twice, by `kernels.rows` on a GPU (sums over
-each row, then the motion), and by a few operations per block elsewhere.
+end to end in one tensor, what belongs to units in another; weights are read twice: on a GPU by `kernels.rows` (sums
+over each row, then the motion), elsewhere by a few operations per block.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,76 +91,108 @@ class Layout:
         weight = blocks[0].weight
         self.device, self.dtype = weight.device, accumulation_dtype(weight.dtype)
         self.inner = [int(inner(b) or 1) for b in blocks]
-        shapes = [b.matrix(b.weight).shape for b in blocks]
-        self.shapes = shapes
-        self.sizes = [s[:2].numel() for s in shapes]
+        self.shapes = [b.matrix(b.weight).shape for b in blocks]
+        self.sizes = [s[:2].numel() for s in self.shapes]
+        self.total = sum(self.sizes)
         self.units = Segments.of(self.sizes, self.device)
-        self.moving = [
-            k for k, (b, s) in enumerate(zip(blocks, stages, strict=True)) if s and b.treatment == "whitened"
-        ]
-        self.shared = [k for k, (b, s) in enumerate(zip(blocks, stages, strict=True)) if s and b.treatment != "plain"]
         self.guarded = [k for k, s in enumerate(stages) if s is not None]
+        self.shared = [k for k in self.guarded if blocks[k].treatment != "plain"]
+        self.moving = [k for k in self.shared if blocks[k].treatment == "whitened"]
         self.biased = [k for k, b in enumerate(blocks) if b.biases]
+        self.unbiased = [k for k in self.moving if not blocks[k].biases]
         self.levels = [(b.biases or frozen_bias(b) or [None])[0] for b in blocks]
         self.bias_sizes = [self.sizes[k] for k in self.biased]
         # an input that no layer has ends the list: it stands for all inputs of blocks without moments
-        self.input_sizes = [shapes[k][0] * shapes[k][2] for k in self.moving]
+        self.input_sizes = [self.shapes[k][0] * self.shapes[k][2] for k in self.moving]
+        self.identity = sum(self.input_sizes)
         self.inputs = Segments.of([*self.input_sizes, 1], self.device)
         self.base = dict(zip(self.moving, Segments.of([*self.input_sizes, 1]).offsets.tolist(), strict=False))
-        self.identity = sum(self.input_sizes)
-        self.unbiased = [k for k in self.moving if not blocks[k].biases]
-        self._groups()
+        self.nothing = torch.zeros(2, 1, dtype=self.dtype, device=self.device)
+        self.no_rows = torch.zeros(self.total, dtype=self.dtype, device=self.device)
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
-        self.unit_of_bias = self._rows_of(self.biased)
-        self.alone = torch.zeros(2, 1, dtype=self.dtype, device=self.device)
+        self.unit_of_bias = self._units_of(self.biased)
+        self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
+        self._group()
+        self._column()
+        self._adopt()
 
-    def tensor(self, values: Sequence[float]) -> Tensor:
+    def tensor(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """Numbers as a tensor of this layout."""
-        return torch.tensor(values, dtype=self.dtype).to(self.device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype or self.dtype).to(self.device, non_blocking=True)
 
-    def _rows_of(self, blocks: list[int]) -> Tensor | None:
+    def index(self, blocks: Sequence[int]) -> Tensor:
+        """Numbers of blocks as an index."""
+        return self.tensor(blocks, torch.int64)
+
+    def _units_of(self, blocks: list[int]) -> Tensor | None:
         """The units of some blocks, as an index into all; None for all of them."""
         if len(blocks) == len(self.blocks):
             return None
         starts = Segments.of(self.sizes).offsets.tolist()
-        found = [torch.arange(starts[k], starts[k] + self.sizes[k]) for k in blocks]
-        return torch.cat([*found, torch.arange(0)]).to(self.device)
+        return self.index([j for k in blocks for j in range(starts[k], starts[k] + self.sizes[k])])
 
-    def _groups(self) -> None:
-        sizes, kernel, unbiased, owner, count = [], [], [], [], 0
+    def _group(self) -> None:
+        """Groups of units that see the same inputs, end to end, and the group of each unit."""
+        sizes: list[int] = []
+        kernel: list[int] = []
+        unbiased: list[bool] = []
+        owner: list[int] = []
+        last = sum(self.shapes[k][0] for k in self.moving)
         for k, (groups, units, inputs, area) in enumerate(self.shapes):
             if k in self.base:
+                owner += [len(sizes) + j for j in range(groups) for _ in range(units)]
                 sizes += [inputs] * groups
                 kernel += [area] * groups
                 unbiased += [k in self.unbiased] * groups
-                owner.append(torch.arange(count, count + groups).repeat_interleave(units))
-                count += groups
             else:
-                owner.append(torch.full((groups * units,), -1))
-        group = torch.cat(owner)
+                owner += [last] * (groups * units)
         self.groups = Segments.of([*sizes, 1], self.device)
-        self.group_of_unit = torch.where(group < 0, count, group).to(self.device)
+        self.group_of_unit = self.index(owner)
         self.kernel = self.tensor([*kernel, 0])
-        self.group_unbiased = torch.tensor([*unbiased, False]).to(self.device)
+        self.group_unbiased = self.tensor([*unbiased, False], torch.bool)
 
-    def columns(self) -> Tensor:
+    def _column(self) -> None:
         """For each column of each group of the moving blocks, end to end, which input it is."""
-        if not hasattr(self, "_columns"):
-            found = []
-            for k in self.moving:
-                groups, _, inputs, area = self.shapes[k]
-                column = torch.arange(inputs * area)
-                one = (column // self.inner[k]) % inputs
-                found.append((self.base[k] + torch.arange(groups)[:, None] * inputs + one).flatten())
-            self._columns = torch.cat([*found, torch.arange(0)]).to(self.device)
-            self._column_sizes = [self.shapes[k][0] * self.shapes[k][2] * self.shapes[k][3] for k in self.moving]
-        return self._columns
+        found, self.column_sizes = [], []
+        for k in self.moving:
+            groups, _, inputs, area = self.shapes[k]
+            one = (torch.arange(inputs * area) // self.inner[k]) % inputs
+            found.append((self.base[k] + torch.arange(groups)[:, None] * inputs + one).flatten())
+            self.column_sizes.append(groups * inputs * area)
+        self.column = torch.cat([*found, torch.arange(0)]).to(self.device)
 
-    def by_column(self, *vectors: Tensor) -> list[list[Tensor]]:
-        """Vectors over the inputs as [group, 1, column] of each moving block."""
-        wide = torch.stack(vectors).index_select(1, self.columns()).unbind()
-        shapes = [(self.shapes[k][0], 1, -1) for k in self.moving]
-        return [[c.view(s) for c, s in zip(w.split(self._column_sizes), shapes, strict=True)] for w in wide]
+    def _adopt(self) -> None:
+        """Let the guards' counters of all layers be views of one tensor."""
+        stages = [s for k in self.guarded if (s := self.stages[k]) is not None]
+        if stages:
+            self.last, self.fired = (torch.stack([getattr(s, n) for s in stages]) for n in ("last", "fired"))
+            for stage, last, fired in zip(stages, self.last, self.fired, strict=True):
+                stage.last, stage.fired = last, fired
+
+    def staged(self, blocks: list[int]) -> list[Stage]:
+        """The stages of some blocks."""
+        return [s for k in blocks if (s := self.stages[k]) is not None]
+
+    def set(self, name: str, columns: list[list[Any]], wide: Segments | None = None) -> list[Tensor]:
+        """Settings of the blocks as tensors, one value per block or, `wide`, per element; made anew when they change."""
+        flat = [v for column in columns for v in column]
+        if any(isinstance(v, Tensor) for v in flat):
+            table = torch.stack([self._scalar(v) for v in flat]).view(len(columns), -1)
+            return list((table if wide is None else wide.widen(table.T).T).unbind())
+        known = self.settings.get(name)
+        if known is None or known[0] != flat:
+            table = self.tensor(flat).view(len(columns), -1)
+            known = self.settings[name] = (
+                flat,
+                list((table if wide is None else wide.widen(table.T).T.contiguous()).unbind()),
+            )
+        return known[1]
+
+    def _scalar(self, value: Any) -> Tensor:
+        """A number or one-element tensor as a 0-d tensor."""
+        if isinstance(value, Tensor):
+            return value.detach().reshape(()).to(self.device, self.dtype, non_blocking=True)
+        return torch.full((), value, dtype=self.dtype, device=self.device)
 
 
 class Coordinates:
@@ -169,109 +201,82 @@ class Coordinates:
     def __init__(self, layout: Layout, states: Sequence[State], linear: bool) -> None:
         """From the states of the blocks' weights and what their stages hold."""
         self.layout, self.states = layout, states
-        lay, mine = layout, [states[k] for k in layout.moving]
-        stages = [s for k in lay.moving if (s := lay.stages[k]) is not None]
-        self.mine, self.mine_stages = mine, stages
+        lay = layout
+        self.mine, self.stages = [states[k] for k in lay.moving], lay.staged(lay.moving)
+        self.tally = torch.stack([s.tally for s in lay.staged(lay.shared)]) if lay.shared else lay.nothing[:, :0]
+        self.beta = self._beta(linear)
+        self._frame()
+
+    def _frame(self) -> None:
+        lay, mine, stages, none = self.layout, self.mine, self.stages, self.layout.nothing
         groups = [lay.blocks[k].group for k in lay.moving]
         taus = [torch.inf if g["fresh_max"] is None else g["fresh_max"] for g in groups]
-        one = lay.alone
-        first, second = (
-            torch.cat([s.slots for s in stages], -1).sum(0).unbind() if stages else lay.alone[:, :0].unbind()
+        dampings, decays = [g["damping"] for g in groups], [g["decay"] for g in groups]
+        damping, tau, self.decay = lay.set("inputs", [[*dampings, 0.0], [*taus, torch.inf], [*decays, 0.0]], lay.inputs)
+        slots = torch.cat(
+            [*(s.slots for s in stages), none.expand(stages[0].slots.shape[0] if stages else 1, 2, 1)], -1
         )
-        first, second = torch.cat([torch.stack([first, second]), one], 1).unbind()
-        self.centre = torch.cat([*(s.centre for s in stages), one[0]])
-        self.mx = torch.cat([*(s["mx"] for s in mine), one[0]])
-        self.vx = torch.cat([*(s["vx"] for s in mine), one[0]])
-        self.mass = torch.stack([*(s["mass"] for s in mine), one[0, 0]])
-        counted = torch.stack([*(s.rows for s in stages), one[0, 0]])
-        settings = remembered(
-            lay,
-            "moving",
-            [[*(g["damping"] for g in groups), 0.0], [*taus, torch.inf], [*(g["decay"] for g in groups), 0.0]],
+        first, second = (slots[0] if len(slots) == 1 else slots.sum(0)).unbind()
+        self.centre = torch.cat([*(s.centre for s in stages), none[0]])
+        mx = torch.cat([*(s["mx"] for s in mine), none[0]])
+        vx = torch.cat([*(s["vx"] for s in mine), none[0]])
+        counted = (
+            self.tally[:, 0] if lay.moving == lay.shared else torch.stack([s.rows for s in stages] or [none[0, 0]])
         )
-        per_layer = torch.stack([counted, self.mass, *settings.unbind()], 1)
-        number, mass, damping, tau, self.decay = lay.inputs.widen(per_layer).unbind(1)
-        self.running = Running(self.mx, self.vx, mass)
-        self.sums = Sums(number, first, second)
-        self.decay_of_layer = settings[2]
+        self.mass = torch.stack([s["mass"] for s in mine] or [none[0, 0]])
+        per_layer = torch.stack([counted, self.mass]) if stages else none[:, :0]
+        number, mass = lay.inputs.widen(torch.cat([per_layer, none], 1).T).unbind(1)
+        self.running, sums = Running(mx, vx, mass), Sums(number, first, second)
+        self.sums, self.batch = sums, update.batch_of(sums, self.centre, lay.inputs)
         self.frame = update.moving_frame(
-            self.running, self.sums, self.centre, mass, damping=damping, fresh_max=tau, over=lay.inputs
+            self.running, sums, self.centre, mass, batch=self.batch, damping=damping, fresh_max=tau, over=lay.inputs
         )
         self.mu, self.alpha = self.frame.constants.mu, self.frame.constants.alpha2.sqrt()
-        self.beta = self._beta(linear)
 
     def _beta(self, linear: bool) -> Tensor | None:
         """β of each block; None where it is 1 for all. Also S of this step."""
         lay = self.layout
-        self.sharing = None
         if not lay.shared:
             return None
-        stages = [s for k in lay.shared if (s := lay.stages[k]) is not None]
-        tally = torch.stack([s.tally for s in stages])
-        old = torch.stack([self.states[k]["sharing"] for k in lay.shared])
-        applied, examples = tally[:, 2], tally[:, 3]
-        self.sharing = torch.where(applied > 0, applied / examples.clamp(min=1), old)
+        _, _, applied, examples = self.tally.unbind(1)
+        self.shared = torch.stack([self.states[k]["sharing"] for k in lay.shared])
+        self.sharing = torch.where(applied > 0, applied / examples.clamp(min=1), self.shared)
         declared = [lay.blocks[k].group.get("sharing") for k in lay.shared]
         if any(d is not None for d in declared):
-            fixed = remembered(lay, "sharing", [[torch.nan if d is None else d for d in declared]])[0]
+            (fixed,) = lay.set("sharing", [[torch.nan if d is None else d for d in declared]])
             self.sharing = torch.where(fixed.isnan(), self.sharing, fixed)
         if not linear:
             return None
         beta = geometry_beta2(lay.fan_in, self.sharing).sqrt()
-        return torch.ones(len(lay.blocks), dtype=lay.dtype, device=lay.device).index_copy(0, index(lay, "shared"), beta)
+        if len(lay.shared) == len(lay.blocks):
+            return beta
+        return torch.ones(len(lay.blocks), dtype=lay.dtype, device=lay.device).index_copy(
+            0, lay.index(lay.shared), beta
+        )
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
-        lay = self.layout
-        after = update.moments_after(self.running, self.sums, self.centre, decay=self.decay, over=lay.inputs)
-        first = lay.inputs.offsets[:-1]
-        mass = after.mass.index_select(0, first)
-        mx, vx = after.mx, after.vx
+        lay, old = self.layout, self.running
+        mx, vx, mass = update.moments_after(old, self.sums, self.centre, decay=self.decay, batch=self.batch)
         if ok is not None:
-            mx, vx, mass = (torch.where(ok, new, old) for new, old in ((mx, self.mx), (vx, self.vx), (mass, self.mass)))
-        centre = torch.where(lay.inputs.widen(mass) > 0, mx, torch.nan)
-        for name, value in (("mx", mx), ("vx", vx)):
-            put_all([s[name] for s in self.mine], value[: lay.identity].split(lay.input_sizes))
-        put_all([s.centre for s in self.mine_stages], centre[: lay.identity].split(lay.input_sizes))
-        put_all([s["mass"] for s in self.mine], mass.unbind())
-        if self.sharing is not None:
-            old = [self.states[k]["sharing"] for k in lay.shared]
-            new = self.sharing if ok is None else torch.where(ok, self.sharing, torch.stack(old))
-            put_all(old, new.unbind())
+            mx, vx, mass = (torch.where(ok, new, was) for new, was in zip((mx, vx, mass), old, strict=True))
+        centre = torch.where(mass > 0, mx, torch.nan)
+        for targets, value in (
+            ([s["mx"] for s in self.mine], mx),
+            ([s["vx"] for s in self.mine], vx),
+            ([s.centre for s in self.stages], centre),
+        ):
+            put_all(targets, value[: lay.identity].split(lay.input_sizes))
+        put_all([s["mass"] for s in self.mine], mass.index_select(0, lay.inputs.offsets[:-1]).unbind())
+        if lay.shared:
+            sharing = self.sharing if ok is None else torch.where(ok, self.sharing, self.shared)
+            put_all([self.states[k]["sharing"] for k in lay.shared], sharing.unbind())
 
 
 def put_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Write each new tensor over an old one, in one launch."""
+    """Write each new tensor over an old one, in one launch; a new one too many is left."""
     if old:
         torch._foreach_copy_(list(old), list(new)[: len(old)])
-
-
-def remembered(layout: Layout, name: str, values: list[list[Any]]) -> Tensor:
-    """Settings as a tensor, made again when they change; those that are tensors stay on the device."""
-    flat = [v for row in values for v in row]
-    if any(isinstance(v, Tensor) for v in flat):
-        return torch.stack([as_scalar(v, layout) for v in flat]).view(len(values), -1)
-    kept = layout.__dict__.setdefault("_settings", {})
-    if name not in kept or kept[name][0] != values:
-        kept[name] = values, layout.tensor(flat).view(len(values), -1)
-    found: Tensor = kept[name][1]
-    return found
-
-
-def as_scalar(value: Any, layout: Layout) -> Tensor:
-    """A number or one-element tensor as a 0-d tensor of the layout."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()).to(layout.device, layout.dtype, non_blocking=True)
-    return torch.full((), value, dtype=layout.dtype, device=layout.device)
-
-
-def index(layout: Layout, name: str) -> Tensor:
-    """A list of blocks as an index tensor."""
-    kept = layout.__dict__.setdefault("_indices", {})
-    if name not in kept:
-        kept[name] = torch.tensor(getattr(layout, name), dtype=torch.int64).to(layout.device)
-    found: Tensor = kept[name]
-    return found
 
 
 class PlainRows:
@@ -281,21 +286,22 @@ class PlainRows:
         """The gradient on v of every row; `ahead` asks for Nesterov's direction."""
         self.layout, self.state, self.momentum, self.ahead = layout, state, momentum, ahead
         lay, c, beta = layout, coordinates, coordinates.beta
-        self.coordinates = c
-        scaled = c.alpha if beta is None else c.alpha * lay.inputs.widen(torch.cat([beta[lay.moving], lay.alone[0]]))
-        u = c.alpha * c.mu
-        self.unbiased = (
-            rows.projection(c.mu, c.alpha, c.frame.fresh_spread, lay.kernel, lay.groups, lay.group_unbiased)
-            if lay.unbiased
-            else None
-        )
-        vectors = [scaled, u, c.mu, c.alpha, c.frame.spread, c.frame.fresh_spread]
+        scaled = c.alpha
+        if beta is not None and lay.moving:
+            of_moving = beta if len(lay.moving) == len(lay.blocks) else beta[lay.index(lay.moving)]
+            scaled = c.alpha * lay.inputs.widen(torch.cat([of_moving, lay.nothing[0]]))
+        u, fresh = c.alpha * c.mu, c.frame.fresh_spread
+        self.unbiased = project(lay, c)
+        vectors = [scaled, u, c.mu, c.alpha, c.frame.spread, fresh]
         if self.unbiased is not None:
-            self.unbiased = rows.Projection(*(x.index_select(0, lay.group_of_unit) for x in self.unbiased))
-            vectors += [c.alpha * u, c.alpha * u * c.frame.fresh_spread]
-        self.column = (
-            [dict(zip(lay.moving, one, strict=True)) for one in lay.by_column(*vectors)] if lay.moving else [{}] * 8
-        )
+            vectors += [c.alpha * u, c.alpha * u * fresh]
+        wide = torch.stack(vectors).index_select(1, lay.column).split(lay.column_sizes, 1)
+        shapes = [(-1,) if lay.shapes[k][0] == 1 else (lay.shapes[k][0], 1, -1) for k in lay.moving]
+        self.columns = {
+            k: [v.view(s) if len(s) > 1 else v for v in w.unbind()]
+            for k, w, s in zip(lay.moving, wide, shapes, strict=True)
+        }
+        self.weights = lay.__dict__.setdefault("weights", {})
         self.bias_grad = self._bias_gradient(beta)
         self.on_v = self._on_v(beta)
         norms = torch.cat([torch.linalg.vector_norm(a, dim=-1).flatten() for a in self.on_v])
@@ -303,84 +309,106 @@ class PlainRows:
         if lay.biased:
             self.square = self._at_biased(self.square, self.bias_grad * self.bias_grad)
 
+    def _rows(self, k: int, tensor: Tensor) -> Tensor:
+        """A tensor like the weight as [unit, column], or [group, unit, column] where there are groups."""
+        lay = self.layout
+        found = as_rows(lay.blocks[k], tensor, lay.inner[k])
+        return found[0] if lay.shapes[k][0] == 1 else found
+
+    def _weight(self, k: int) -> Tensor:
+        """The weight of block k as rows; the view is kept while the weight stays where it is."""
+        weight = self.layout.blocks[k].weight
+        known = self.weights.get(k)
+        if known is None or known.data_ptr() != weight.data_ptr():
+            known = self.weights[k] = self._rows(k, weight.detach())
+        return known
+
+    def _per_row(self, k: int, values: Tensor) -> Tensor:
+        """One value per unit of block k, to meet its rows."""
+        groups, units = self.layout.shapes[k][:2]
+        return values.unsqueeze(-1) if groups == 1 else values.view(groups, units, 1)
+
     def _at_biased(self, to: Tensor, value: Tensor) -> Tensor:
         """Add a value for each unit with a bias."""
         where = self.layout.unit_of_bias
         return to + value if where is None else to.index_add(0, where, value)
 
+    def _of_biased(self, values: Tensor) -> Tensor:
+        """The values of the units with a bias."""
+        where = self.layout.unit_of_bias
+        return values if where is None else values.index_select(0, where)
+
     def _bias_gradient(self, beta: Tensor | None) -> Tensor:
         lay = self.layout
         if not lay.biased:
-            return lay.alone[0, :0]
+            return lay.no_rows[:0]
         grads = [gradient(lay.blocks[k].biases[0]) for k in lay.biased]
-        signed = [-g if lay.blocks[k].group["maximize"] else g for k, g in zip(lay.biased, grads, strict=True)]
-        found = torch.cat(signed)
-        if beta is not None:
-            wide = lay.units.widen(beta)
-            found = found * (wide if lay.unit_of_bias is None else wide.index_select(0, lay.unit_of_bias))
-        return found
+        flipped = [lay.blocks[k].group["maximize"] for k in lay.biased]
+        found = torch.cat([-g if f else g for g, f in zip(grads, flipped, strict=True)] if any(flipped) else grads)
+        return found if beta is None else found * self._of_biased(lay.units.widen(beta))
 
     def _on_v(self, beta: Tensor | None) -> list[Tensor]:
         lay, found = self.layout, []
-        scaled, u = self.column[:2]
-        biases = dict(zip(lay.biased, self.bias_grad.split(lay.bias_sizes), strict=True))
-        kappa = self.unbiased.kappa.split(lay.sizes) if self.unbiased is not None else ()
+        biases = dict(zip(lay.biased, split(self.bias_grad, lay.bias_sizes), strict=True))
+        kappa = split(self.unbiased.kappa, lay.sizes) if self.unbiased is not None else ()
         for k, block in enumerate(lay.blocks):
-            grad = as_rows(block, gradient(block.weight), lay.inner[k])
+            grad = self._rows(k, gradient(block.weight))
             if block.group["maximize"]:
                 grad = -grad
             if k not in lay.base:
                 found.append(grad if beta is None else grad * beta[k])
                 continue
-            grad = grad * scaled[k]
-            if k in biases:
-                shift = biases[k].view(*grad.shape[:2], 1)
-            else:
-                shift = torch.matmul(grad, u[k].mT) * kappa[k].view(*grad.shape[:2], 1)
-            found.append(grad.addcmul_(shift, u[k], value=-1))
+            scaled, u = self.columns[k][:2]
+            grad = grad * scaled
+            shift = biases[k] if k in biases else times(grad, u) * kappa[k]
+            found.append(grad.addcmul_(self._per_row(k, shift), u, value=-1))
         return found
 
     def sums(self, guarded: bool) -> rows.RowSums:
         """Let the gradients join the momentum, and add up the rows."""
-        lay, c = self.layout, self.coordinates
-        bias = self._directions()
-        _, _, mu, alpha, spread, fresh, *bends = self.column
-        along, stretch, bend, level, length2 = [], [], [], [], []
-        zeros = torch.zeros(max(lay.sizes), dtype=lay.dtype, device=lay.device)
-        for k, block in enumerate(lay.blocks):
-            moves, none = k in lay.base, zeros[: lay.sizes[k]]
-            if moves:
-                self.steps[k] = step = self.steps[k] * alpha[k]
-            along.append(torch.matmul(step, mu[k].mT).flatten() if moves else none)
-            if not guarded or lay.stages[k] is None:
-                for part in (stretch, bend, level, length2):
+        lay, bias = self.layout, self._directions()
+        along, stretch, bend, level, length2 = parts = [list[Tensor]() for _ in range(5)]
+        for k in range(len(lay.blocks)):
+            none, at = lay.no_rows[: lay.sizes[k]], lay.levels[k]
+            measured = guarded and lay.stages[k] is not None
+            weight = self._weight(k)
+            if k in lay.base:
+                _, _, mu, alpha, spread, fresh, *bends = self.columns[k]
+                self.steps[k] = step = self.steps[k] * alpha
+                along.append(times(step, mu))
+                if measured:
+                    stretch.append(times(step * step, fresh))
+                    length2.append(times(weight * weight, spread))
+                    level.append(times(weight, mu) if at is None else times(weight, mu).add_(at))
+                    bend.append(times(step, bends[1]) if k in lay.unbiased else none)
+            else:
+                along.append(none)
+                if measured:
+                    stretch.append(self.steps[k].square().sum(-1).flatten())
+                    length2.append(weight.square().sum(-1).flatten())
+                    level.append(none if at is None else at)
+                    bend.append(none)
+            if not measured:
+                for part in parts[1:]:
                     part.append(none)
-                continue
-            weight, step = as_rows(block, block.weight, lay.inner[k]), self.steps[k]
-            stretch.append(
-                torch.matmul(step * step, fresh[k].mT).flatten() if moves else (step * step).sum(-1).flatten()
-            )
-            length2.append(
-                torch.matmul(weight * weight, spread[k].mT).flatten() if moves else (weight * weight).sum(-1).flatten()
-            )
-            mean = torch.matmul(weight, mu[k].mT).flatten() if moves else none
-            at = lay.levels[k]
-            level.append(mean if at is None else mean + at)
-            bend.append(torch.matmul(step, bends[1][k].mT).flatten() if k in lay.unbiased else none)
-        full = torch.zeros(sum(lay.sizes), dtype=lay.dtype, device=lay.device)
-        bias = self._at_biased(full, bias) if lay.biased else full
-        return rows.RowSums(self.square, *(torch.cat(part) for part in (along, stretch, bend, level, length2)), bias)
+        full = self._at_biased(lay.no_rows, bias) if lay.biased else lay.no_rows
+        if not guarded:
+            return rows.RowSums(self.square, torch.cat(along), *[lay.no_rows] * 4, full)
+        bends = torch.cat(bend) if lay.unbiased else lay.no_rows
+        return rows.RowSums(
+            self.square, torch.cat(along), torch.cat(stretch), bends, torch.cat(level), torch.cat(length2), full
+        )
 
     def _directions(self) -> Tensor:
         """Set `steps`, the direction on v of every row; the direction of every bias."""
         lay, m = self.layout, self.momentum
-        self.steps, bias = list(self.on_v), self.bias_grad
+        self.steps, bias = self.on_v, self.bias_grad
         if not m:
             return bias
-        buffers = [as_rows(b, momentum_of(self.state, b.weight), i) for b, i in zip(lay.blocks, lay.inner, strict=True)]
+        buffers = [self._rows(k, momentum_of(self.state, b.weight)) for k, b in enumerate(lay.blocks)]
         biases = [momentum_of(self.state, lay.blocks[k].biases[0]) for k in lay.biased]
         torch._foreach_mul_([*buffers, *biases], m)
-        torch._foreach_add_([*buffers, *biases], [*self.on_v, *self.bias_grad.split(lay.bias_sizes)])
+        torch._foreach_add_([*buffers, *biases], [*self.on_v, *split(self.bias_grad, lay.bias_sizes)])
         held = torch.cat(biases) if biases else bias
         if not self.ahead:
             self.steps = buffers
@@ -388,27 +416,39 @@ class PlainRows:
         self.steps = list(torch._foreach_add(self.on_v, buffers, alpha=m))
         return bias + m * held
 
-    def move(self, motion: rows.Motion) -> None:
+    def move(self, motion: rows.Motion, ok: Tensor | None) -> None:
         """Move weights and biases."""
         lay = self.layout
-        gains, backs = motion.gain.split(lay.sizes), motion.back.split(lay.sizes)
+        gains, backs = split(motion.gain, lay.sizes), split(motion.back, lay.sizes)
         for k, block in enumerate(lay.blocks):
-            rate, *_ = rates(block)
-            weight, step, shape = (
-                as_rows(block, block.weight, lay.inner[k]),
-                self.steps[k],
-                (*self.steps[k].shape[:2], 1),
-            )
+            step = self.steps[k]
             if k in lay.unbiased:
-                step = step.addcmul_(backs[k].view(shape), self.column[6][k], value=-1)
-            shrink(block.weight, rate, block.group)
-            weight.addcmul_(step, gains[k].view(shape))
+                step = step.addcmul_(self._per_row(k, backs[k]), self.columns[k][6], value=-1)
+            shrink(block.weight, rates(block)[0], block.group)
+            self._weight(k).addcmul_(step, self._per_row(k, gains[k]))
         if lay.biased:
-            found = motion.bias if lay.unit_of_bias is None else motion.bias.index_select(0, lay.unit_of_bias)
-            for k, step in zip(lay.biased, found.split(lay.bias_sizes), strict=True):
+            for k, change in zip(lay.biased, split(self._of_biased(motion.bias), lay.bias_sizes), strict=True):
                 block = lay.blocks[k]
                 shrink(block.biases[0], rates(block)[1], block.bias_groups[0])
-                block.biases[0].add_(step)
+                block.biases[0].add_(change)
+
+
+def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Rows [unit, column] or [group, unit, column] times a vector over the columns: one value per unit."""
+    return torch.mv(matrix, vector) if matrix.dim() == 2 else torch.matmul(matrix, vector.mT).flatten()
+
+
+def split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """`x` in pieces."""
+    return torch.split_with_sizes(x, sizes)
+
+
+def project(layout: Layout, c: Coordinates) -> rows.Projection | None:
+    """What projects the layers without bias, for each unit; None if there are none."""
+    if not layout.unbiased:
+        return None
+    found = rows.projection(c.mu, c.alpha, c.frame.fresh_spread, layout.kernel, layout.groups, layout.group_unbiased)
+    return rows.Projection(*(x.index_select(0, layout.group_of_unit) for x in found))
 
 
 def momentum_of(state: Any, p: Tensor) -> Tensor:
@@ -430,35 +470,34 @@ class Together:
 
     def __init__(self, layout: Layout, state: Any, *, linear: bool, even: bool) -> None:
         """`even` is `EvenStep`'s rule; otherwise stochastic gradient with momentum."""
-        self.layout, self.state, self.linear, self.even = layout, state, linear, even
-        states = [state[b.weight] for b in layout.blocks]
-        self.states, group = states, layout.blocks[0].group
-        self.coordinates = Coordinates(layout, states, linear)
+        self.layout, self.linear, self.even = layout, linear, even
+        self.states = [state[b.weight] for b in layout.blocks]
+        self.coordinates = Coordinates(layout, self.states, linear)
+        momentum = layout.blocks[0].group["momentum"]
         make: Callable[..., Any] = rows_kernel.TritonRows if layout.device.type == "cuda" else PlainRows
-        self.rows = make(layout, self.coordinates, state, group["momentum"], even)
+        self.rows = make(layout, self.coordinates, state, momentum, even)
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
         return torch.isfinite(self.rows.square).all()
 
     def move(self, ok: Tensor | None, floor: float) -> None:
-        """Make the step, unless the mask `ok` says no, and let the batches join the moments."""
-        lay, c = self.layout, self.coordinates
+        """Make the step, unless the mask `ok` says no."""
+        lay, beta = self.layout, self.coordinates.beta
         groups = [b.group for b in lay.blocks]
-        guarded = any(g["trust"] is not None for g in groups) and bool(lay.guarded)
+        guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
         sums = self.rows.sums(guarded)
         both = [rates(b) for b in lay.blocks]
         radii = [
             torch.inf if s is None or g["trust"] is None else g["trust"]
             for s, g in zip(lay.stages, groups, strict=True)
         ]
-        columns = [[r[0] for r in both], [r[1] if len(r) > 1 else 0.0 for r in both], radii]
-        settings = remembered(lay, "units", columns).unbind()
-        per_layer = [*settings, *([] if c.beta is None else [c.beta])]
-        rate, bias_rate, radius, *beta = lay.units.widen(torch.stack(per_layer, 1)).unbind(1)
-        scale = beta[0] if beta else torch.ones_like(rate)
+        columns = [[r[0] for r in both], [r[1] if len(r) > 1 else 0.0 for r in both], radii, [1.0] * len(both)]
+        rate, bias_rate, radius, scale = lay.set("units", columns, lay.units)
+        if beta is not None:
+            scale = lay.units.widen(beta)
         if self.even:
-            scale = scale * self._even(sums.square, ok)
+            scale = self._even(sums.square, ok)
         motion = rows.motion(
             sums,
             self.rows.unbiased,
@@ -469,7 +508,7 @@ class Together:
             floor=floor,
             crowd=None if self.linear else lay.units,
         )
-        self.rows.move(motion) if ok is None else self.rows.move(motion, ok)
+        self.rows.move(motion, ok)
         self._count(motion, guarded)
 
     def _even(self, square: Tensor, ok: Tensor | None) -> Tensor:
@@ -478,30 +517,33 @@ class Together:
         old = torch.cat([s["square"] for s in self.states])
         mass = torch.stack([s["square_mass"] for s in self.states])
         dampings = [0.0 if b.entry is None else b.group["damping"] for b in lay.blocks]
-        decay, eps, damping = remembered(
-            lay, "even", [[g["decay"] for g in groups], [g["eps"] for g in groups], dampings]
-        ).unbind()
-        mass_u, decay_u, eps_u, damping_u = lay.units.widen(torch.stack([mass, decay, eps, damping], 1)).unbind(1)
-        average, after = fold_mean(old, square, mass_u, decay_u), gain(mass, decay)[1]
+        columns = [
+            [g["decay"] for g in groups],
+            [g["eps"] for g in groups],
+            dampings,
+            [1 - g["momentum"] for g in groups],
+        ]
+        decay, eps, damping, one = lay.set("even", columns, lay.units)
+        (layer_decay,) = lay.set("decay", columns[:1])
+        average, after = fold_mean(old, square, lay.units.widen(mass), decay), gain(mass, layer_decay)[1]
         if ok is not None:
             average, after = torch.where(ok, average, old), torch.where(ok, after, mass)
-        put_all([s["square"] for s in self.states], average.split(lay.sizes))
+        put_all([s["square"] for s in self.states], split(average, lay.sizes))
         put_all([s["square_mass"] for s in self.states], after.unbind())
-        level = stepsize.unit_level(average, square, damping_u, lay.units)
-        return stepsize.normalized(torch.full_like(level, 1 - groups[0]["momentum"]), level, eps_u)
+        return stepsize.normalized(one, stepsize.unit_level(average, square, damping, lay.units), eps)
 
     def _count(self, motion: rows.Motion, guarded: bool) -> None:
         """What the guards did, for `fired` and monitors."""
-        lay, raised = self.layout, self.coordinates.frame.raised
+        lay, raised = self.layout, self.coordinates.frame.raised[:-1]
         if not lay.guarded or not (guarded or any(b.group.get("fresh_max") is not None for b in lay.blocks)):
             return
         held = lay.units.total(motion.held)
         largest = torch.segment_reduce(motion.relative2, "max", offsets=lay.units.offsets, unsafe=True).sqrt()
-        inputs = torch.zeros_like(held)
-        if lay.moving:
-            inputs = inputs.index_copy(0, index(lay, "moving"), raised[:-1])
-        table = torch.stack([inputs, held, largest], 1).float()
-        counted = torch.stack([inputs, held, torch.ones_like(held)], 1).float()
-        stages = [s for k in lay.guarded if (s := lay.stages[k]) is not None]
-        put_all([s.last for s in stages], [table[k] for k in lay.guarded])
-        torch._foreach_add_([s.fired for s in stages], [counted[k] for k in lay.guarded])
+        if len(lay.moving) < len(lay.blocks):
+            raised = torch.zeros_like(held).index_copy(0, lay.index(lay.moving), raised)
+        table = torch.stack([raised, held, largest], 1)
+        if len(lay.guarded) < len(lay.blocks):
+            table = table.index_select(0, lay.index(lay.guarded))
+        lay.last.copy_(table)
+        lay.fired[:, :2].add_(lay.last[:, :2])
+        lay.fired[:, 2].add_(1)

@@ -36,12 +36,26 @@ def still_frame(like: Tensor, beta2: Tensor) -> Frame:
     return Frame(C.fan_in(like, beta2), one, one, like.new_zeros(()))
 
 
+class Batch(NamedTuple):
+    """The batch's own mean and variance, and whether they are usable."""
+
+    mean: Tensor
+    var: Tensor
+    fresh: Tensor
+
+
+def batch_of(sums: Sums, centre: Tensor, over: Whole | Segments = WHOLE) -> Batch:
+    """The moments of what was summed about `centre`."""
+    return Batch(*batch_moments(sums, centre), usable(sums, over))
+
+
 def moving_frame(
     running: Running,
     sums: Sums,
     centre: Tensor,
     beta2: Tensor,
     *,
+    batch: Batch | None = None,
     damping: float | Tensor,
     fresh_max: float | Tensor | None,
     over: Whole | Segments = WHOLE,
@@ -49,10 +63,11 @@ def moving_frame(
     """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
 
     The first batch uses its own moments, for want of others. Without any moments the coordinates are fan-in ones.
-    Many layers can lie end to end (`over`), rows, mass and settings then given for each input.
+    Many layers can lie end to end (`over`), rows, mass and settings then given for each input. `batch` is what
+    `batch_of` gives, where that is known.
     """
-    fresh, started = usable(sums, over), running.mass > 0
-    mean, var = batch_moments(sums, centre)
+    mean, var, fresh = batch or batch_of(sums, centre, over)
+    started = running.mass > 0
     mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
     q = torch.where(fresh, second_moment_about(sums, centre, mx), vx)
     raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
@@ -112,10 +127,9 @@ def within_trust(
 
 
 def moments_after(
-    running: Running, sums: Sums, centre: Tensor, *, decay: float | Tensor, over: Whole | Segments = WHOLE
+    running: Running, sums: Sums, centre: Tensor, *, decay: float | Tensor, batch: Batch | None = None
 ) -> Running:
     """The running moments once this batch has joined them; unchanged if the batch is empty or not finite."""
-    mean, var = batch_moments(sums, centre)
+    mean, var, fresh = batch or batch_of(sums, centre)
     joined = fold(running, mean, var, decay)
-    fresh = usable(sums, over)
     return Running(*(torch.where(fresh, new, old) for new, old in zip(joined, running, strict=True)))

@@ -65,7 +65,7 @@ def add(x: Tensor, look: Any, stage: Any) -> None:
         *sizes[1:],
         *strides,
         WIDTH=width,
-        TALL=max(1, 4096 // width),
+        TALL=2048 // width,
         SLOTS=SLOTS,
         num_warps=4,
     )
@@ -95,8 +95,8 @@ def _kernel() -> Any:
             tl.store(centre + c, middle, mask=inside)
         each = (rows + SLOTS - 1) // SLOTS
         start, stop = slot * each, tl.minimum(slot * each + each, rows)
-        first = tl.zeros([WIDTH], dtype=tl.float32)
-        second = tl.zeros([WIDTH], dtype=tl.float32)
+        first = tl.zeros([TALL, WIDTH], dtype=tl.float32)
+        second = tl.zeros([TALL, WIDTH], dtype=tl.float32)
         for begin in range(start, stop, TALL):
             r = begin + tl.arange(0, TALL)
             d3, rest = r % n3, r // n3
@@ -106,11 +106,11 @@ def _kernel() -> Any:
             here = (r < stop)[:, None] & inside[None, :]
             value = tl.load(x + offset[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32)
             away = tl.where(here, value - middle[None, :], 0.0)
-            first += tl.sum(away, 0)
-            second += tl.sum(away * away, 0)
+            first += away
+            second += away * away
         mine = slots + slot * 2 * inputs + c
-        tl.store(mine, tl.load(mine, mask=inside, other=0.0) + first, mask=inside)
-        tl.store(mine + inputs, tl.load(mine + inputs, mask=inside, other=0.0) + second, mask=inside)
+        tl.store(mine, tl.load(mine, mask=inside, other=0.0) + tl.sum(first, 0), mask=inside)
+        tl.store(mine + inputs, tl.load(mine + inputs, mask=inside, other=0.0) + tl.sum(second, 0), mask=inside)
         if (block == 0) & (slot == 0):
             tl.store(tally, tl.load(tally) + rows)
             tl.store(tally + 1, tl.load(tally + 1) + zeros)

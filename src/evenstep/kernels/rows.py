@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rows import Motion, Projection, RowSums, projection
+from ..rows import Motion, Projection, RowSums
 from .moments import available
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -80,10 +80,9 @@ class TritonRows:
             if c.beta is not None
             else layout.__dict__.setdefault("_ones", torch.ones(len(layout.blocks), device=layout.device))
         )
-        self.unbiased: Projection | None = None
-        if layout.unbiased:
-            found = projection(c.mu, c.alpha, c.frame.fresh_spread, layout.kernel, layout.groups, layout.group_unbiased)
-            self.unbiased = Projection(*(x.index_select(0, layout.group_of_unit) for x in found))
+        from ..together import project
+
+        self.unbiased: Projection | None = project(layout, c)
         self.vectors = torch.stack([c.mu, c.alpha, c.frame.spread, c.frame.fresh_spread])
         self.out = torch.empty(8, units, device=layout.device)
         self._launch(0, self.out, self.out)
@@ -107,9 +106,8 @@ class TritonRows:
         """As the first launch has them."""
         return RowSums(*self.out[:7].unbind())
 
-    def move(self, motion: Motion, ok: Tensor) -> None:
+    def move(self, motion: Motion, ok: Tensor | None) -> None:
         """The second launch."""
-        lay = self.layout
         shrinks = self._shrinks()
         coefficients = torch.stack([motion.gain, motion.back, motion.bias])
         self._launch(1, coefficients, shrinks, ok)
@@ -117,7 +115,6 @@ class TritonRows:
     def _shrinks(self) -> Tensor:
         """What decay leaves of each block's weight and bias."""
         from ..motion import rates
-        from ..together import remembered
 
         columns: list[list[Any]] = [[], []]
         for block in self.layout.blocks:
@@ -125,7 +122,7 @@ class TritonRows:
             kept = [1 - r * g["weight_decay"] for r, g in zip(rates(block), groups, strict=True)]
             columns[0].append(kept[0])
             columns[1].append(kept[1] if len(kept) > 1 else 1.0)
-        return remembered(self.layout, "shrink", columns)
+        return torch.stack(self.layout.set("shrink", columns))
 
     def _launch(self, which: int, values: Tensor, shrinks: Tensor, ok: Tensor | None = None) -> None:
         lay, table = self.layout, self.layout.table
