@@ -19,7 +19,7 @@ from .hooks import Collector, Stage
 from .moments import accumulation_dtype
 from .motion import displace, exchange, follow, gradient, per_bias, rates, restored
 from .report import coverage_of
-from .together import Layout, Together, arrange
+from .together import Layout, arrange, begin
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
 
@@ -220,7 +220,7 @@ class CoordinateOptimizer(Optimizer):
 
     def _step_blocks(self, plan: Plan) -> None:
         blocks = plan.blocks
-        moving = [Together(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
+        moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
         ok = self._finite(plan.rest, [move.finite() for move in moving])
         on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
         if on_host and not ok:
@@ -230,11 +230,12 @@ class CoordinateOptimizer(Optimizer):
         self._say_unseen(blocks)
         mask = None if on_host else ok
         for move in moving:
-            move.move(mask, TRUST_FLOOR)
+            here = None if mask is None else mask.to(move.layout.device)
+            move.move(here, TRUST_FLOOR)
             for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
                 for monitor in self._monitors:
                     monitor.note(block, stage, self.state[block.weight])
-            move.coordinates.commit(mask)
+            move.commit(here)
         self._advance(plan.rest, mask)
         steps = [self.state[p]["step"] for block in blocks for p in self._counted(block)]
         if steps:

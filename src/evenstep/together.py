@@ -5,7 +5,7 @@ end to end in one tensor, what belongs to units in another; weights are read twi
 over each row, then the motion), elsewhere by a few operations per block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from . import rows, stepsize, update
 from .blocks import Block
 from .constants import geometry_beta2
 from .hooks import Stage
-from .kernels import rows as rows_kernel
+from .kernels import step as step_kernel
 from .moments import Running, Sums, accumulation_dtype, fold_mean, gain
 from .motion import gradient, rates
 from .segments import Segments
@@ -45,7 +45,7 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
         return False
     if weight.device.type == "cpu":
         return not capturable and weight.dtype == accumulation_dtype(weight.dtype)
-    return rows_kernel.serves(weight)
+    return step_kernel.serves(weight)
 
 
 def arrange(
@@ -169,6 +169,13 @@ class Layout:
             for stage, last, fired in zip(stages, self.last, self.fired, strict=True):
                 stage.last, stage.fired = last, fired
 
+    def momentum_of(self, state: Any, p: Tensor) -> Tensor:
+        """The momentum buffer of `p`, laid out in memory as `p` is."""
+        buffer: Tensor = state[p]["momentum_buffer"]
+        if buffer.stride() != p.stride():
+            buffer = state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
+        return buffer
+
     def staged(self, blocks: list[int]) -> list[Stage]:
         """The stages of some blocks."""
         return [s for k in blocks if (s := self.stages[k]) is not None]
@@ -239,8 +246,8 @@ class Coordinates:
         if not lay.shared:
             return None
         _, _, applied, examples = self.tally.unbind(1)
-        self.shared = torch.stack([self.states[k]["sharing"] for k in lay.shared])
-        self.sharing = torch.where(applied > 0, applied / examples.clamp(min=1), self.shared)
+        old = torch.stack([self.states[k]["sharing"] for k in lay.shared])
+        self.sharing = torch.where(applied > 0, applied / examples.clamp(min=1), old)
         declared = [lay.blocks[k].group.get("sharing") for k in lay.shared]
         if any(d is not None for d in declared):
             (fixed,) = lay.set("sharing", [[torch.nan if d is None else d for d in declared]])
@@ -254,12 +261,10 @@ class Coordinates:
             0, lay.index(lay.shared), beta
         )
 
-    def commit(self, ok: Tensor | None) -> None:
+    def commit(self) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
-        lay, old = self.layout, self.running
-        mx, vx, mass = update.moments_after(old, self.sums, self.centre, decay=self.decay, batch=self.batch)
-        if ok is not None:
-            mx, vx, mass = (torch.where(ok, new, was) for new, was in zip((mx, vx, mass), old, strict=True))
+        lay = self.layout
+        mx, vx, mass = update.moments_after(self.running, self.sums, self.centre, decay=self.decay, batch=self.batch)
         centre = torch.where(mass > 0, mx, torch.nan)
         for targets, value in (
             ([s["mx"] for s in self.mine], mx),
@@ -269,8 +274,7 @@ class Coordinates:
             put_all(targets, value[: lay.identity].split(lay.input_sizes))
         put_all([s["mass"] for s in self.mine], mass.index_select(0, lay.inputs.offsets[:-1]).unbind())
         if lay.shared:
-            sharing = self.sharing if ok is None else torch.where(ok, self.sharing, self.shared)
-            put_all([self.states[k]["sharing"] for k in lay.shared], sharing.unbind())
+            put_all([self.states[k]["sharing"] for k in lay.shared], self.sharing.unbind())
 
 
 def put_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -405,8 +409,8 @@ class PlainRows:
         self.steps, bias = self.on_v, self.bias_grad
         if not m:
             return bias
-        buffers = [self._rows(k, momentum_of(self.state, b.weight)) for k, b in enumerate(lay.blocks)]
-        biases = [momentum_of(self.state, lay.blocks[k].biases[0]) for k in lay.biased]
+        buffers = [self._rows(k, lay.momentum_of(self.state, b.weight)) for k, b in enumerate(lay.blocks)]
+        biases = [lay.momentum_of(self.state, lay.blocks[k].biases[0]) for k in lay.biased]
         torch._foreach_mul_([*buffers, *biases], m)
         torch._foreach_add_([*buffers, *biases], [*self.on_v, *split(self.bias_grad, lay.bias_sizes)])
         held = torch.cat(biases) if biases else bias
@@ -416,7 +420,7 @@ class PlainRows:
         self.steps = list(torch._foreach_add(self.on_v, buffers, alpha=m))
         return bias + m * held
 
-    def move(self, motion: rows.Motion, ok: Tensor | None) -> None:
+    def move(self, motion: rows.Motion) -> None:
         """Move weights and biases."""
         lay = self.layout
         gains, backs = split(motion.gain, lay.sizes), split(motion.back, lay.sizes)
@@ -451,14 +455,6 @@ def project(layout: Layout, c: Coordinates) -> rows.Projection | None:
     return rows.Projection(*(x.index_select(0, layout.group_of_unit) for x in found))
 
 
-def momentum_of(state: Any, p: Tensor) -> Tensor:
-    """The momentum buffer of `p`, laid out in memory as `p` is."""
-    buffer: Tensor = state[p]["momentum_buffer"]
-    if buffer.stride() != p.stride():
-        buffer = state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
-    return buffer
-
-
 def shrink(p: Tensor, rate: Any, group: dict[str, Any]) -> None:
     """Decoupled weight decay."""
     if group["weight_decay"]:
@@ -473,16 +469,18 @@ class Together:
         self.layout, self.linear, self.even = layout, linear, even
         self.states = [state[b.weight] for b in layout.blocks]
         self.coordinates = Coordinates(layout, self.states, linear)
-        momentum = layout.blocks[0].group["momentum"]
-        make: Callable[..., Any] = rows_kernel.TritonRows if layout.device.type == "cuda" else PlainRows
-        self.rows = make(layout, self.coordinates, state, momentum, even)
+        self.rows = PlainRows(layout, self.coordinates, state, layout.blocks[0].group["momentum"], even)
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
         return torch.isfinite(self.rows.square).all()
 
+    def commit(self, ok: Tensor | None) -> None:
+        """Let the batches join the running moments."""
+        self.coordinates.commit()
+
     def move(self, ok: Tensor | None, floor: float) -> None:
-        """Make the step, unless the mask `ok` says no."""
+        """Make the step; the host knows that all is finite, so there is no mask."""
         lay, beta = self.layout, self.coordinates.beta
         groups = [b.group for b in lay.blocks]
         guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
@@ -497,7 +495,7 @@ class Together:
         if beta is not None:
             scale = lay.units.widen(beta)
         if self.even:
-            scale = self._even(sums.square, ok)
+            scale = self._even(sums.square)
         motion = rows.motion(
             sums,
             self.rows.unbiased,
@@ -508,10 +506,10 @@ class Together:
             floor=floor,
             crowd=None if self.linear else lay.units,
         )
-        self.rows.move(motion, ok)
+        self.rows.move(motion)
         self._count(motion, guarded)
 
-    def _even(self, square: Tensor, ok: Tensor | None) -> Tensor:
+    def _even(self, square: Tensor) -> Tensor:
         """Eq. 11 per unit: one over the root of its running mean square, damped."""
         lay, groups = self.layout, [b.group for b in self.layout.blocks]
         old = torch.cat([s["square"] for s in self.states])
@@ -526,8 +524,6 @@ class Together:
         decay, eps, damping, one = lay.set("even", columns, lay.units)
         (layer_decay,) = lay.set("decay", columns[:1])
         average, after = fold_mean(old, square, lay.units.widen(mass), decay), gain(mass, layer_decay)[1]
-        if ok is not None:
-            average, after = torch.where(ok, average, old), torch.where(ok, after, mass)
         put_all([s["square"] for s in self.states], split(average, lay.sizes))
         put_all([s["square_mass"] for s in self.states], after.unbind())
         return stepsize.normalized(one, stepsize.unit_level(average, square, damping, lay.units), eps)
@@ -547,3 +543,9 @@ class Together:
         lay.last.copy_(table)
         lay.fired[:, :2].add_(lay.last[:, :2])
         lay.fired[:, 2].add_(1)
+
+
+def begin(layout: Layout, state: Any, *, linear: bool, even: bool) -> "Together | step_kernel.TritonStep":
+    """Look at the gradients of a layout's blocks, by kernels where they run."""
+    make = step_kernel.TritonStep if layout.device.type == "cuda" else Together
+    return make(layout, state, linear=linear, even=even)

@@ -36,7 +36,7 @@ class Whitened(CoordinateOptimizer):
         damping: float = 0.3,
         fresh_max: float | None = 4.0,
         trust: float | None = 0.1,
-        rows: int | None = 4096,
+        rows: int | None = 1024,
         weight_decay: float = 0.0,
         joint: bool | None = None,
         plain: Any = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOTS = 8
+SLOTS = 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
