@@ -117,14 +117,17 @@ EXPERIMENTS = {
         *grid("whitened-muon", [0.012], **HE, options={"damping": 1.0}),
         *grid("batch-norm", [0.05], **HE, options=BN),
     ],
-    # three seeds with the guards as they are now
+    # three seeds at the stepsizes that served best, with rivals
     "deep-seeds": [
         *grid("evenstep", [0.035, 0.05, 0.07], **HE),
-        *grid("whitened-adam", [6e-4, 9e-4, 1.2e-3], **HE),
-        *grid("whitened-adam", [9e-4], **HE, options={"fresh_max": 1.0}),
+        *grid("evenstep", [0.05], **HE, options={"rows": None}),
+        *grid("whitened-adam", [1.2e-3, 1.6e-3], **HE, options={"trust": 0.03}),
+        *grid("whitened-adam", [1.2e-3], **HE, options={"trust": 0.02}),
         *grid("muon", [0.01], **HE),
         *grid("batch-norm", [0.05], **HE, options=BN),
     ],
+    # does EvenStep diverge anywhere over three decades?
+    "decades": grid("evenstep", [0.002, 0.0063, 0.02, 0.2, 0.63, 2.0], **HE),
     "text": [
         *grid("evenstep", [0.05, 0.1, 0.14, 0.2], **TEXT),
         *grid("evenstep", [0.1], **TEXT, options={"plain_lr": 1.0}),
