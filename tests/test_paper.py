@@ -193,7 +193,7 @@ def test_canonical_constants_make_the_curvature_the_identity_on_data():
     x = torch.tensor([1.0, -2.0, 0.5]).double() + torch.tensor([2.0, 0.3, 1.0]).double() * randn(count, n)
     g = torch.tensor([0.2, 3.0]).double() * (randn(count, m) + 0.3)
     layer = nn.Linear(n, m).double()
-    optimizer = evenstep.CanonicalSGD(layer, lr=0.0, damping=0.0)
+    optimizer = evenstep.CanonicalSGD(layer, lr=0.0, damping=0.0, rows=None)
     (layer(x) * g).sum(1).mean().backward()
     optimizer.step()
     state = optimizer.state[layer.weight]

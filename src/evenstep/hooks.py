@@ -25,8 +25,8 @@ class Stage:
     that its sums come in the same order in every run. The centre c is the running mean, or the first row seen (NaN:
     none yet). `tally` counts rows, rows of zeros, uses of the weight, and examples. Of a forward that the model
     announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
-    which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and steps since the start, `last` the same guards' work in the
-    newest step with its largest relative step.
+    which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and
+    steps since the start, `last` the same guards' work in the newest step with its largest relative step.
     """
 
     def __init__(

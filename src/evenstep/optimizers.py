@@ -1,7 +1,7 @@
 """The paper's optimizers: each names its coordinates and its rule. No arithmetic here; it is in the core."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
 class _SG(CoordinateOptimizer):
     """Stochastic gradient with momentum on v: linear in the gradient."""
 
-    _together = "sg"
+    _together: ClassVar[str | None] = "sg"
 
     def _init_rule(self, block: Block) -> None:
         if block.group["momentum"]:

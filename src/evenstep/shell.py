@@ -214,7 +214,7 @@ class CoordinateOptimizer(Optimizer):
                     f"{self._owner} does not support sparse gradients; build the Embedding with sparse=False."
                 )
             self._init_state(blocks)
-            layouts, rest = arrange([(b, self._stage(b)) for b in blocks] if self._together else [], blocks)
+            layouts, rest = arrange([(b, self._stage(b)) for b in blocks] if self._together else [], blocks, self.state)
             self._plan = Plan(signature, blocks, layouts, rest)
         return self._plan
 
@@ -239,7 +239,7 @@ class CoordinateOptimizer(Optimizer):
         self._advance(plan.rest, mask)
         steps = [self.state[p]["step"] for block in blocks for p in self._counted(block)]
         if steps:
-            torch._foreach_add_(steps, 1 if on_host else ok.to(steps[0]))
+            torch._foreach_add_(steps, 1 if on_host else [ok.to(steps[0])] * len(steps))
         for monitor in self._monitors:
             monitor.end_step()
 

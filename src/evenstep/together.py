@@ -49,17 +49,28 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
 
 
 def arrange(
-    candidates: Sequence[tuple[Block, Stage | None]], blocks: Sequence[Block]
+    candidates: Sequence[tuple[Block, Stage | None]], blocks: Sequence[Block], state: Any
 ) -> tuple[list["Layout"], list[Block]]:
     """Layouts for those of the candidates that can move together, and what is left of `blocks`."""
     found: dict[Any, list[tuple[Block, Stage | None]]] = {}
     for block, stage in candidates:
-        if fits(block, stage):
+        if fits(block, stage) and uniform(block, stage, state):
             key = block.weight.device, block.weight.dtype, block.group["momentum"]
             found.setdefault(key, []).append((block, stage))
     layouts = [Layout([b for b, _ in some], [s for _, s in some]) for some in found.values()]
     taken = {id(block) for some in found.values() for block, _ in some}
     return layouts, [block for block in blocks if id(block) not in taken]
+
+
+def uniform(block: Block, stage: Stage | None, state: Any) -> bool:
+    """Whether a block's state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
+    wide = accumulation_dtype(block.weight.dtype)
+    kept = [state[block.weight].get(name) for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")]
+    kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
+    held = [state[p].get("momentum_buffer") for p in block.parameters]
+    return all(t is None or t.dtype == wide for t in kept) and all(
+        t is None or t.dtype == block.weight.dtype for t in held
+    )
 
 
 def frozen_bias(block: Block) -> list[Tensor]:
@@ -100,7 +111,7 @@ class Layout:
         self.moving = [k for k in self.shared if blocks[k].treatment == "whitened"]
         self.biased = [k for k, b in enumerate(blocks) if b.biases]
         self.unbiased = [k for k in self.moving if not blocks[k].biases]
-        self.levels = [(b.biases or frozen_bias(b) or [None])[0] for b in blocks]
+        self.levels = [next(iter(b.biases or frozen_bias(b)), None) for b in blocks]
         self.bias_sizes = [self.sizes[k] for k in self.biased]
         # an input that no layer has ends the list: it stands for all inputs of blocks without moments
         self.input_sizes = [self.shapes[k][0] * self.shapes[k][2] for k in self.moving]
@@ -181,7 +192,7 @@ class Layout:
         return [s for k in blocks if (s := self.stages[k]) is not None]
 
     def set(self, name: str, columns: list[list[Any]], wide: Segments | None = None) -> list[Tensor]:
-        """Settings of the blocks as tensors, one value per block or, `wide`, per element; made anew when they change."""
+        """Settings of the blocks as tensors, one value per block or, `wide`, per element; made anew on a change."""
         flat = [v for column in columns for v in column]
         if any(isinstance(v, Tensor) for v in flat):
             table = torch.stack([self._scalar(v) for v in flat]).view(len(columns), -1)
@@ -210,7 +221,9 @@ class Coordinates:
         self.layout, self.states = layout, states
         lay = layout
         self.mine, self.stages = [states[k] for k in lay.moving], lay.staged(lay.moving)
-        self.tally = torch.stack([s.tally for s in lay.staged(lay.shared)]) if lay.shared else lay.nothing[:, :0]
+        self.tally = (
+            torch.stack([s.tally for s in lay.staged(lay.shared)]) if lay.shared else lay.nothing.expand(2, 4)[:0]
+        )
         self.beta = self._beta(linear)
         self._frame()
 
@@ -271,7 +284,7 @@ class Coordinates:
             ([s["vx"] for s in self.mine], vx),
             ([s.centre for s in self.stages], centre),
         ):
-            put_all(targets, value[: lay.identity].split(lay.input_sizes))
+            put_all(targets, split(value[: lay.identity], lay.input_sizes))
         put_all([s["mass"] for s in self.mine], mass.index_select(0, lay.inputs.offsets[:-1]).unbind())
         if lay.shared:
             put_all([self.states[k]["sharing"] for k in lay.shared], self.sharing.unbind())
@@ -299,13 +312,13 @@ class PlainRows:
         vectors = [scaled, u, c.mu, c.alpha, c.frame.spread, fresh]
         if self.unbiased is not None:
             vectors += [c.alpha * u, c.alpha * u * fresh]
-        wide = torch.stack(vectors).index_select(1, lay.column).split(lay.column_sizes, 1)
+        wide = torch.split_with_sizes(torch.stack(vectors).index_select(1, lay.column), lay.column_sizes, 1)
         shapes = [(-1,) if lay.shapes[k][0] == 1 else (lay.shapes[k][0], 1, -1) for k in lay.moving]
         self.columns = {
             k: [v.view(s) if len(s) > 1 else v for v in w.unbind()]
             for k, w, s in zip(lay.moving, wide, shapes, strict=True)
         }
-        self.weights = lay.__dict__.setdefault("weights", {})
+        self.weights: dict[int, Tensor] = lay.__dict__.setdefault("weights", {})
         self.bias_grad = self._bias_gradient(beta)
         self.on_v = self._on_v(beta)
         norms = torch.cat([torch.linalg.vector_norm(a, dim=-1).flatten() for a in self.on_v])
@@ -397,10 +410,11 @@ class PlainRows:
                     part.append(none)
         full = self._at_biased(lay.no_rows, bias) if lay.biased else lay.no_rows
         if not guarded:
-            return rows.RowSums(self.square, torch.cat(along), *[lay.no_rows] * 4, full)
-        bends = torch.cat(bend) if lay.unbiased else lay.no_rows
+            none = lay.no_rows
+            return rows.RowSums(self.square, torch.cat(along), none, none, none, none, full)
+        bent = torch.cat(bend) if lay.unbiased else lay.no_rows
         return rows.RowSums(
-            self.square, torch.cat(along), torch.cat(stretch), bends, torch.cat(level), torch.cat(length2), full
+            self.square, torch.cat(along), torch.cat(stretch), bent, torch.cat(level), torch.cat(length2), full
         )
 
     def _directions(self) -> Tensor:

@@ -4,6 +4,7 @@ The plain version is `together.Together`, whose names are used here; see there, 
 for what is computed. Everything is masked on the device: the host never waits.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -54,7 +55,7 @@ class Sent:
         self.there = torch.zeros(rows, columns, dtype=dtype, device=device)
         self.last: Any = None
         self.turn, self.captured = 0, HANDS // 2
-        self.sent = [torch.cuda.Event() for _ in range(HANDS // 2)]
+        self.sent = [torch.cuda.Event() for _ in range(HANDS // 2)]  # type: ignore[no-untyped-call]
 
     def send(self, now: list[list[Any]]) -> Tensor:
         """The table on the device, with these values."""
@@ -143,19 +144,19 @@ class TritonStep:
         """Whether all gradients are finite."""
         return torch.isfinite(self.room.sums[0]).all()
 
-    def move(self, ok: Tensor, floor: float) -> None:
+    def move(self, ok: Tensor | None, floor: float) -> None:
         """Make the step, unless the mask `ok` says no."""
         lay, room = self.layout, self.room
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
         _kernels()["measure"][(len(lay.blocks),)](
             self.addresses, room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok,
             lay.total, len(lay.blocks), float(floor), 1 - float(self.momentum),
-            EVEN=self.even, GUARD=guarded, CROWD=0.0 if self.linear else CROWD, PROJECT=bool(lay.unbiased), TURNS=1 + guarded,
-            BLOCK=512, num_warps=4,
+            EVEN=self.even, GUARD=guarded, CROWD=0.0 if self.linear else CROWD, PROJECT=bool(lay.unbiased),
+            TURNS=1 + guarded, BLOCK=512, num_warps=4,
         )  # fmt: skip
         self._rows("move", ok)
 
-    def commit(self, ok: Tensor) -> None:
+    def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
         lay, room = self.layout, self.room
         if lay.shared:
@@ -175,11 +176,10 @@ class TritonStep:
             grads[j] = grad.data_ptr()
             if self.momentum:
                 buffers[j] = lay.momentum_of(state, p).data_ptr()
-        level = lay.levels[k]
-        row = [
-            block.weight.data_ptr(), grads[0], buffers[0], 0 if level is None else level.data_ptr(), grads[1], buffers[1],
-            *([0, 0, 0] if stage is None else [stage.slots.data_ptr(), stage.tally.data_ptr(), stage.centre.data_ptr()]),
-        ]  # fmt: skip
+        level = 0 if lay.levels[k] is None else lay.levels[k].data_ptr()
+        staged = [] if stage is None else [stage.slots, stage.tally, stage.centre]
+        row = [block.weight.data_ptr(), grads[0], buffers[0], level, grads[1], buffers[1]]
+        row += [t.data_ptr() for t in staged] or [0, 0, 0]
         names = ("mx", "vx", "mass", "sharing", "square", "square_mass")
         return row + [mine[n].data_ptr() if n in mine else 0 for n in names]
 
@@ -199,7 +199,9 @@ class TritonStep:
                 0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
                 float(block.fan_in) if k in lay.shared else 1.0,
             ])  # fmt: skip
-        key = [[None if v != v else v for v in row] for row in rows]  # noqa: PLR0124: NaN is not itself, None is
+        key = [
+            [None if isinstance(v, float) and math.isnan(v) else v for v in row] for row in rows
+        ]  # NaN is not itself
         if self.room.settings.last != key or torch.cuda.is_current_stream_capturing():
             table = self.room.settings.send(rows)
             self.room.settings.last = None if torch.cuda.is_current_stream_capturing() else key

@@ -1,4 +1,4 @@
-# ruff: noqa: D103, PLR0124, SIM102, E501 -- Triton's language has no docstrings, NaN tests or "and" of its own
+# ruff: noqa: D103, PLR0124, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
 """The Triton code of `kernels.step`: rows of its tables by number, as written out there."""
 
 import triton

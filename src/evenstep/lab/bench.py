@@ -22,18 +22,6 @@ import evenstep
 from evenstep.lab import records
 from evenstep.lab.bench_models import SUBJECTS
 
-MOMENTUM = 0.9
-CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
-    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
-    "muon": lambda m: Muons(m),
-    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-3, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-4),
-    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
-}
-
 
 class Muons(torch.optim.Optimizer):
     """torch's Muon on matrices and AdamW on the rest, as Muon's users do."""
@@ -44,10 +32,23 @@ class Muons(torch.optim.Optimizer):
         self.parts = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-4, fused=True)]
         super().__init__(model.parameters(), {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Both."""
         for part in self.parts:
             part.step()
+
+
+MOMENTUM = 0.9
+CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
+    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
+    "muon": Muons,
+    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-3, momentum=MOMENTUM),
+    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM),
+    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM, foreach=False),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-4),
+    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Contender:
         torch.manual_seed(0)
         subject, device = SUBJECTS[setting.model], torch.device(setting.device)
         self.name, self.device, self.autocast = name, device, setting.autocast
-        model = subject.build(norm=True) if name == "batch-norm" else subject.build()  # not all have it
+        model = subject.build(norm=True) if name == "batch-norm" else subject.build()
         layout = torch.channels_last if setting.channels_last else torch.contiguous_format
-        self.model = model.to(device, memory_format=layout)
+        self.model = model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
         self.x, self.y = subject.batch(setting.batch, device)
         if setting.channels_last:
             self.x = self.x.to(memory_format=layout)

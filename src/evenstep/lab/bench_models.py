@@ -143,10 +143,10 @@ class Subject(NamedTuple):
 SUBJECTS = {
     "paper-cnn": Subject(lambda norm=False, width=1: paper_cnn(batch_norm=norm, width=width), (64, 3, 32, 32), 10),
     "paper-cnn-4": Subject(lambda norm=False, width=4: paper_cnn(batch_norm=norm, width=width), (256, 3, 32, 32), 10),
-    "alexnet": Subject(lambda: alexnet(), (256, 3, 224, 224), 1000),
-    "resnet50": Subject(lambda: resnet50(), (256, 3, 224, 224), 1000),
+    "alexnet": Subject(alexnet, (256, 3, 224, 224), 1000),
+    "resnet50": Subject(resnet50, (256, 3, 224, 224), 1000),
     "resnet50-plain": Subject(lambda norm=False: resnet50(norm), (256, 3, 224, 224), 1000),
-    "vit-b16": Subject(lambda: ViT(), (128, 3, 224, 224), 1000),
-    "gpt2-small": Subject(lambda: GPT(), (16, 1024), 50257, True),
+    "vit-b16": Subject(ViT, (128, 3, 224, 224), 1000),
+    "gpt2-small": Subject(GPT, (16, 1024), 50257, True),
     "gpt-tiny": Subject(lambda: GPT(512, 64, 128, 2), (8, 64), 512, True),
 }
