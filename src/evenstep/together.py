@@ -63,7 +63,7 @@ def arrange(
 
 
 def uniform(block: Block, stage: Stage | None, state: Any) -> bool:
-    """Whether a block's state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
+    """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
     wide = accumulation_dtype(block.weight.dtype)
     kept = [state[block.weight].get(name) for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")]
     kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
