@@ -5,6 +5,7 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -28,19 +29,20 @@ def curves(found: Comparison) -> Figure:
         axes.fill_between(epochs, lows, highs, color=style.light, alpha=0.15, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(axes, found, [v for s in found.series for run in s.all_runs for v in _losses(run)])
+    _finish(figure, axes, found, [v for s in found.series for run in s.all_runs for v in _losses(run)])
     return figure
 
 
 def sensitivity(found: Comparison) -> Figure:
     """Final training loss over the stepsize; a cross at the top is a run that diverged."""
     figure, axes = _figure(found.title)
-    top = found.l0 or max((v for v in map(final_loss, found.runs) if math.isfinite(v)), default=1.0)
     for s, style in zip(found.series, found.styles, strict=True):
-        _draw_stepsizes(axes, s, style, found.l0, top * HEADROOM)
+        _draw_stepsizes(axes, s, style, found.l0)
+    rates = [lr for s in found.series for lr in s.runs]
     axes.set_xscale("log")
-    axes.set_xlabel("stepsize (log scale)")
-    _finish(axes, found, [v for v in map(final_loss, found.runs) if math.isfinite(v)])
+    axes.set_xlim(min(rates) / 1.3, max(rates) * 1.3)
+    axes.set_xlabel("stepsize (log scale); × diverged")
+    _finish(figure, axes, found, [final_loss(run) for run in found.runs if not diverged(run, found.l0)])
     return figure
 
 
@@ -52,19 +54,22 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _draw_stepsizes(axes: Axes, series: Series, style: Style, l0: float | None, top: float) -> None:
+def _draw_stepsizes(axes: Axes, series: Series, style: Style, l0: float | None) -> None:
     """The mean over seeds of runs that did not diverge, each of them, and crosses for the others."""
-    good = {lr: [final_loss(r) for r in runs if not diverged(r, l0)] for lr, runs in series.runs.items()}
+    good = {
+        lr: [v for r in runs if not diverged(r, l0) and (v := final_loss(r)) > 0] for lr, runs in series.runs.items()
+    }
     means = {lr: statistics.fmean(losses) for lr, losses in good.items() if losses}
     axes.plot(list(means), list(means.values()), color=style.light, marker=style.mark, label=_label(series))
     dots = [(lr, loss) for lr, losses in good.items() if len(losses) > 1 for loss in losses]
     axes.scatter([lr for lr, _ in dots], [loss for _, loss in dots], color=style.light, s=6, alpha=0.6)
     lost = [lr for lr, runs in series.runs.items() if any(diverged(r, l0) for r in runs)]
-    axes.scatter(lost, [top] * len(lost), color=style.light, marker="x", s=36, clip_on=False, zorder=5)
+    above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "in_layout": False}
+    axes.plot(lost, [1.0] * len(lost), color=style.light, marker="x", linestyle="none", **above)
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.set_title(_plain(title), loc="left", fontsize=10)
     axes.set_yscale("log")
@@ -73,7 +78,7 @@ def _figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(axes: Axes, found: Comparison, losses: Sequence[float]) -> None:
+def _finish(figure: Figure, axes: Axes, found: Comparison, losses: Sequence[float]) -> None:
     """Range, ticks and legend; what lies far above the first loss is of no interest."""
     positive = [loss for loss in losses if loss > 0] or [1.0]
     top = min(max(positive), found.l0 or math.inf)
@@ -82,16 +87,16 @@ def _finish(axes: Axes, found: Comparison, losses: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
 def _over_seeds(runs: Sequence[Record]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Epochs, and the mean, lowest and highest loss over the seeds that have one there."""
+    """Epochs, and the mean, lowest and highest loss over the seeds that have one there; a log scale has no zero."""
     columns = {}
     for k in range(max(len(run["metrics"]) for run in runs)):
         values = [run["metrics"][k]["train_loss"] for run in runs if k < len(run["metrics"])]
-        if known := [value for value in values if value is not None]:
-            columns[k + 1] = known
+        if drawn := [value for value in values if value]:
+            columns[k + 1] = drawn
     lists = list(columns.values())
     return list(columns), [statistics.fmean(v) for v in lists], [min(v) for v in lists], [max(v) for v in lists]
 

@@ -25,19 +25,23 @@ def read(folder: Path) -> Reading:
     """Every record of every *.jsonl file below `folder`, in the order of their names."""
     found = Reading()
     for path in sorted(folder.rglob("*.jsonl")):
-        name = path.relative_to(folder).as_posix()
-        for number, line in _lines(path):
-            try:
-                record = clean(json.loads(line))
-                if isinstance(record, dict) and is_run(record):
-                    found.runs.append(record)
-                elif isinstance(record, dict) and isinstance(record.get("config"), dict):
-                    found.others[name] = found.others.get(name, 0) + 1
-                else:
-                    raise ValueError("no configuration in it")
-            except (ValueError, RecursionError) as error:
-                found.faults.append(clean(f"{name}, line {number}: not a record: {error}"))
+        read_file(path, path.relative_to(folder).as_posix(), found)
     return found
+
+
+def read_file(path: Path, name: str, found: Reading) -> None:
+    """Add what a file holds to `found`; `name` is what messages call it."""
+    for number, line in _lines(path):
+        try:
+            record = clean(json.loads(line))
+            if isinstance(record, dict) and is_run(record):
+                found.runs.append(record)
+            elif isinstance(record, dict) and isinstance(record.get("config"), dict):
+                found.others[name] = found.others.get(name, 0) + 1
+            else:
+                raise ValueError("no configuration in it")
+        except (ValueError, RecursionError) as error:
+            found.faults.append(clean(f"{name}, line {number}: not a record: {error}"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

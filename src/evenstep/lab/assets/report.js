@@ -27,13 +27,13 @@
     return [...found].sort((a, b) => a[0] - b[0]);
   };
 
-  // Markers, about the origin, within a radius of 4.5.
-  const polygon = (corners, turn, inner) => {
+  // Markers, about the origin.
+  const polygon = (corners, turn, inner, outer = 5) => {
     const points = [];
     const count = inner ? 2 * corners : corners;
     for (let k = 0; k < count; k++) {
       const angle = turn + (2 * Math.PI * k) / count;
-      const radius = inner && k % 2 ? inner : 5;
+      const radius = inner && k % 2 ? inner : outer;
       points.push(`${(radius * Math.sin(angle)).toFixed(2)} ${(-radius * Math.cos(angle)).toFixed(2)}`);
     }
     return `M${points.join("L")}Z`;
@@ -46,7 +46,7 @@
     down: polygon(3, Math.PI),
     plus: "M-1.6 -4.8H1.6V-1.6H4.8V1.6H1.6V4.8H-1.6V1.6H-4.8V-1.6H-1.6Z",
     hexagon: polygon(6, 0),
-    star: polygon(5, 0, 2.2),
+    star: polygon(5, 0, 2.6, 6.2),
   };
   const CROSS = "M-3.6 -3.6L3.6 3.6M-3.6 3.6L3.6 -3.6";
   const swatch = (series) => svg("svg", { class: `swatch c${series.slot}`, viewBox: "-7 -7 14 14", "aria-hidden": "true" },

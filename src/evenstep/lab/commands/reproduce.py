@@ -1,0 +1,73 @@
+"""`evenstep reproduce`: the paper's figures and claims, one experiment each."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from evenstep.lab import usage
+
+EXPERIMENTS = ("fig1", "fig2", "l2", "scale", "fig3", "coupling", "shock")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Repeat the paper's experiments and say which of its claims held; what is finished is kept and not repeated."""
+
+    experiments: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="EXPERIMENT")]
+    """fig1, fig2, l2, scale, fig3, coupling, shock, or all."""
+    data: str | None = None
+    """A path to CIFAR-10, idx files or an image folder, or a folder of several; without it the shipped images serve."""
+    data_name: str | None = None
+    """What figures call the data, where it is a copy that differs from the original."""
+    quick: bool = False
+    """Seconds instead of hours: shows that all of it runs, and nothing else."""
+    seed: int = 0
+    """First seed."""
+    budget: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """Start nothing new after so many seconds; the same command goes on later."""
+    device: str = "cpu"
+    """Where to train: cpu, cuda, mps, ..."""
+    out: Path = Path("runs/reproduce")
+    """Folder for the records, the figures and the report."""
+
+
+def main(options: Options) -> int:
+    """Run the experiments, print their verdicts and report; the exit code."""
+    from rich.console import Console
+
+    from evenstep.lab import progress, report, running
+
+    names = chosen(options.experiments)
+    usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
+    device = usage.usable_device(options.device)
+    out = usage.writable_folder(options.out)
+    experiments = importlib.import_module("evenstep.lab.experiments")
+    wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
+    console, stopped = Console(), False
+    with running.one_thread(), progress.bar(console, 1) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.say(what)
+            bar.at(done, total)
+
+        try:
+            reproduce = importlib.import_module("evenstep.lab.reproduce").reproduce
+            reproduce(names, wanted, out, device, options.budget, show)
+        except KeyboardInterrupt:
+            stopped = True
+    if stopped:
+        console.print("Stopped: what is finished is kept; the same command goes on with the rest.")
+    console.print(f"Report: {report.write(out)}", soft_wrap=True, highlight=False, markup=False)
+    return 130 if stopped else 0
+
+
+def chosen(names: tuple[str, ...]) -> list[str]:
+    """The experiments that are asked for, each once; `all` is every one."""
+    if not names:
+        raise usage.UsageError(f"name an experiment to reproduce: {', '.join(EXPERIMENTS)}, or all")
+    for name in names:
+        usage.known_name(name, (*EXPERIMENTS, "all"), "experiment")
+    return list(EXPERIMENTS) if "all" in names else list(dict.fromkeys(names))
