@@ -76,8 +76,8 @@ def parse(name: str, options: type[Any], arguments: list[str]) -> Any:
             if not unknown:
                 raise UsageError(f"{plain(told.getvalue())}; see evenstep {name} --help") from None
     if unknown:
-        near = difflib.get_close_matches(unknown[0], flags(options), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"see evenstep {name} --help"
+        near = difflib.get_close_matches(unknown[0].lstrip("-"), [flag.lstrip("-") for flag in flags(options)], n=1)
+        hint = f"did you mean --{near[0]}?" if near else f"see evenstep {name} --help"
         raise UsageError(f"{name} does not know {unknown[0]!r}; {hint}")
     return found
 
@@ -94,9 +94,11 @@ def flags(options: type[Any]) -> list[str]:
 
 def plain(box: str) -> str:
     """What tyro says inside a box, in one line and in our words."""
-    rows = [line.strip(" │|") for line in box.strip().splitlines()[1:]]
-    end = next((k for k, row in enumerate(rows) if not row.strip("─-╰╯+ ")), len(rows))
-    text = " ".join(" ".join(rows[:end]).split())
+    rows = [line.strip(" │|") for line in box.strip().splitlines()[1:]]  # the first is a title
+    rules = [k for k, row in enumerate(rows) if not row.strip("─-╰╯+ ")]
+    while rules and rules[0] == 0:  # where the terminal is not in UTF-8, a rule follows the title
+        rows, rules = rows[1:], [k - 1 for k in rules[1:]]
+    text = " ".join(" ".join(rows[: rules[0] if rules else None]).split())
     for pattern, words in REWORDED.items():
         text = re.sub(pattern, words, text)
     return text.rstrip(".")

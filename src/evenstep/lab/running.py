@@ -21,16 +21,21 @@ def run_trials(
     path: Path,
     device: torch.device,
     console: Console,
-    runner: Runner = sweep.sweep,
+    runner: Runner | None = None,
 ) -> bool:
-    """Run the trials that `path` lacks, a line and a record each; whether the user stopped them (Ctrl-C)."""
+    """Run the trials that `path` lacks, a line and a record each; whether the user stopped them (Ctrl-C).
+
+    `runner` is called as `sweep.sweep` is, which it is if not given.
+    """
     have = len(finished(trials, arrays, path))
     if have:
         console.print(f"{have} of {len(trials)} runs are in {path} already.", soft_wrap=True, highlight=False)
     with progress.bar(console, len(trials), have) as bar:
         bar.say("training")
         try:
-            runner(trials, arrays, path, device=device, on_record=lambda r: bar.advance(progress.finished(r)))
+            (runner or sweep.sweep)(
+                trials, arrays, path, device=device, on_record=lambda r: bar.advance(progress.finished(r))
+            )
         except KeyboardInterrupt:
             return True
     return False

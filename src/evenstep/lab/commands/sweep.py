@@ -36,7 +36,7 @@ def main(options: Options) -> int:
     """Run the sweep and report; the exit code."""
     from rich.console import Console
 
-    from evenstep.lab import running, showing, sweep
+    from evenstep.lab import running, showing
 
     trials = grid(options)
     device = usage.usable_device(options.device)
@@ -44,7 +44,7 @@ def main(options: Options) -> int:
     for example in {trial.method: trial for trial in trials}.values():
         shared.try_out(example, arrays)
     path = usage.writable_folder(options.out) / "records.jsonl"
-    runner: running.Runner = sweep.sweep
+    runner: running.Runner | None = None
     if options.study is not None:
         runner = functools.partial(importlib.import_module("evenstep.lab.study").run, options.study)
     console = Console()
