@@ -44,7 +44,7 @@ class StackedRule:
         """Move the members that are alive."""
         for q, (name, p) in zip(self.proxies, self.params.items(), strict=True):
             q.data.copy_(p) if self.decays else q.data.zero_()  # decay alone asks where a parameter is
-            q.grad = grads[name]
+            q.grad = grads[name].contiguous()  # fused rules read memory as it lies
         self.rule.step()
         for q, p in zip(self.proxies, self.params.values(), strict=True):
             step = q.data - p if self.decays else q.data
