@@ -20,9 +20,9 @@ Record = dict[str, Any]
 def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device | str = "cpu") -> Record:
     """A record of one finished run; numbers that are not finite become null, as JSON has no other word for them."""
     return {
-        "config": _plain(config),
+        "config": plain(config),
         "seed": seed,
-        "metrics": _plain(metrics),
+        "metrics": plain(metrics),
         "environment": environment(device),
         "commit": commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -68,7 +68,7 @@ def commit() -> str | None:
 
 def dumps(value: dict[str, Any]) -> str:
     """`value` as one line of JSON with its keys in order: equal values give equal lines."""
-    return json.dumps(_plain(value), allow_nan=False, sort_keys=True)
+    return json.dumps(plain(value), allow_nan=False, sort_keys=True)
 
 
 def append(path: Path, record: Record, *, once: bool = False) -> Record:
@@ -140,10 +140,10 @@ def _parse(path: Path, content: bytes) -> list[Record]:
     return records
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` with tuples as lists and numbers that are not finite as None."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

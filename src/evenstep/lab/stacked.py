@@ -259,7 +259,7 @@ def linear(build: Build) -> bool:
 
 
 def _agrees(build: Build, shape: tuple[int, ...], rates: list[float], parts: Callable[[Tensor], list[Tensor]]) -> bool:
-    """Walk three steps with the rule as `StackedRule` runs it, and with one built for each part."""
+    """Walk with the rule as `StackedRule` runs it, and with one built for each part, long enough to meet bounds."""
     generator = torch.Generator().manual_seed(0)
     start, *grads = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
     together = start.clone()
@@ -267,7 +267,7 @@ def _agrees(build: Build, shape: tuple[int, ...], rates: list[float], parts: Cal
     try:
         stacked = StackedRule(nn.Module(), build, {"p": together}, torch.tensor(rates, dtype=torch.float64))
         alone = [build(nn.ParameterList([p]), lr=rate) for p, rate in zip(single, rates, strict=False)]
-        for grad in grads:
+        for grad in [grad for grad in grads for _ in range(25)]:
             stacked.step({"p": grad}, [], [], torch.ones(len(rates), dtype=torch.bool))
             for rule, p, g in zip(alone, single, parts(grad), strict=True):
                 p.grad = g.clone()

@@ -61,13 +61,18 @@ def chunks(
     trials: Sequence[Trial], arrays: Arrays | Text, device: torch.device | str, members: int | None = None
 ) -> Iterator[list[Trial]]:
     """The trials in parts that run together; one that cannot be a member of an ensemble stands alone."""
-    most = members or MEMBERS.get(torch.device(device).type, MEMBERS_ELSEWHERE)
+    most = most_members(device, members)
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(alike(trial), []).append(trial)
     for group in groups.values():
         size = 1 if len(group) == 1 or why_not(group[0], arrays) else most
         yield from (group[k : k + size] for k in range(0, len(group), size))
+
+
+def most_members(device: torch.device | str, members: int | None = None) -> int:
+    """How many members an ensemble has at most: as asked for, or what is fast on the device."""
+    return members or MEMBERS.get(torch.device(device).type, MEMBERS_ELSEWHERE)
 
 
 def run_chunk(

@@ -72,7 +72,8 @@ def why_not(trial: Trial, data: Arrays | Text) -> str | None:
         return f"{type(optimizer).__name__} looks at the whole network"
     if group["maximize"] or group.get("reduction", "mean") != "mean":
         return "the loss of an ensemble is a mean, to be made small"
-    return "a bias that does not move with its layer" if any(block.alone for block in blocks) else None
+    whole = all(b.entry is None or len(b.biases) == sum(x is not None for x in b.entry.biases) for b in blocks)
+    return None if whole else "a bias does not move with its layer"
 
 
 def run_together(
