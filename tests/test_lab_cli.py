@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evenstep.lab import cli, data, diagnosis, records, resumable, usage, user_code
+from evenstep.lab import cli, data, diagnosis, records, resumable, study, usage, user_code
 from evenstep.lab.commands import COMMANDS, reproduce, sweep
 from evenstep.lab.models import paper_cnn
 from evenstep.lab.trial import Trial, run
@@ -206,7 +206,7 @@ def test_options_reach_the_optimizer_and_the_network(tmp_path, few_images):
 def test_a_study_runs_the_same_trials(tmp_path, few_images, monkeypatch):
     seen = {}
 
-    def shared(url, trials, arrays, out, *, device, on_record):
+    def shared(url, trials, arrays, out, *, device, on_record, on_epoch, warn):
         seen.update(url=url, trials=trials, out=out)
         for trial in trials:
             record = run(trial, arrays, device)
@@ -214,9 +214,7 @@ def test_a_study_runs_the_same_trials(tmp_path, few_images, monkeypatch):
             on_record(record)
         return []
 
-    module = type(sys)("study")
-    module.run = shared
-    monkeypatch.setitem(sys.modules, "evenstep.lab.study", module)
+    monkeypatch.setattr(study, "run", shared)
     assert call(*SWEEP, "--study", "journal.log", "--out", tmp_path) == 0
     assert seen["url"] == "journal.log" and len(seen["trials"]) == 4 and seen["out"] == tmp_path / "records.jsonl"
 
@@ -229,6 +227,16 @@ def image_folder(path):
             pixels = torch.randint(0, 256, (32, 32, 3), generator=torch.Generator().manual_seed(8 * k + n))
             Image.fromarray(pixels.byte().numpy()).save(path / part / f"{n}.png")
     return path
+
+
+def test_a_study_of_another_configuration_is_refused(tmp_path, few_images, capsys):
+    pytest.importorskip("optuna")
+    study_of = ("--study", f"sqlite:///{tmp_path}/study.db")
+    assert call(*SWEEP, *study_of, "--out", tmp_path / "a") == 0
+    assert call(*SWEEP, *study_of, "--out", tmp_path / "b") == 0  # all is done, and in the study
+    assert len(records.read(tmp_path / "b" / "records.jsonl")) == 4
+    capsys.readouterr()
+    assert "holds another sweep" in refused(capsys, *SWEEP, "--seeds", "7", *study_of, "--out", tmp_path / "c")
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
@@ -247,6 +255,21 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     assert 1 <= len([json.loads(line) for line in kept.splitlines()]) < 400
     assert call(*words, "0") == 0 and file.read_text().startswith(kept)
     assert len({(r["config"]["lr"], r["seed"]) for r in records.read(file) if r["seed"] == 0}) == 4
+
+
+def test_a_line_that_was_not_written_whole_is_mended_and_told(tmp_path, few_images, capsys):
+    call(*SWEEP, "--out", tmp_path)
+    file = tmp_path / "records.jsonl"
+    file.write_text(file.read_text()[:-50])
+    assert call(*SWEEP, "--out", tmp_path) == 0
+    assert len(records.read(file)) == 4
+    shown = capsys.readouterr().out
+    assert "was not written whole" in shown and "3 of 4 runs are in" in shown
+
+
+def test_a_broken_line_in_the_middle_is_refused(tmp_path, few_images, capsys):
+    (tmp_path / "records.jsonl").write_text("nonsense\n{}\n")
+    assert "records.jsonl, line 1: not a record" in refused(capsys, *SWEEP, "--out", tmp_path)
 
 
 # train

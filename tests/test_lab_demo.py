@@ -41,7 +41,7 @@ def test_demo_writes_records_table_figure_and_report(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"Report: {folder / 'report.html'}" and (folder / "report.html").is_file()
     packed = re.sub(r"\s+", "", shown)
-    for text in ("SG÷√(n·S)", "whitening", "6/6", "records.jsonl", "figure2.png", "figure2.svg"):
+    for text in ("SG÷√(n·S)", "whitening", "6of6runs", "12/12", "records.jsonl", "figure2.png", "figure2.svg"):
         assert text in packed
 
 
@@ -66,15 +66,15 @@ def test_another_seed_joins_the_same_report(tmp_path):
 
 
 def test_interrupted_demo_reports_what_is_finished_and_goes_on_later(tmp_path, monkeypatch, capsys):
-    real, calls = progress.Bar.advance, []
+    real, calls = progress.Runs.finished, []
 
-    def advance(*arguments):
+    def finished(*arguments):
         calls.append(real(*arguments))
         if len(calls) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Bar, "advance", advance)
+        patch.setattr(progress.Runs, "finished", finished)
         assert run_demo(tmp_path) == 130
     first = lines(tmp_path)
     assert 2 <= len(first) < 6 and (tmp_path / "report.html").is_file() and "Stopped" in capsys.readouterr().out

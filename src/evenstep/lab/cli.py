@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from evenstep.lab.commands import COMMANDS
 from evenstep.lab.usage import UsageError, known_name
 
-EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2")
+EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
 REWORDED = {
     r"^Error parsing (\S+): invalid literal for int\(\) with base 10: ": r"\1 must be a whole number; got ",
     r"^Error parsing (\S+): could not convert string to float: ": r"\1 must be a number; got ",

@@ -1,4 +1,7 @@
-"""One training that can be stopped at any time: its state is kept after each epoch, and it goes on bit for bit."""
+"""One training that can be stopped at any time: its state is kept after each epoch, and it goes on bit for bit.
+
+Under torchrun (`distributed.joined`) all processes train it together, and the first one keeps it.
+"""
 
 import json
 import math
@@ -11,15 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
-from evenstep.lab import records
-from evenstep.lab.data import Arrays, batches
-from evenstep.lab.evaluate import evaluate
+from evenstep.lab import distributed, feed, records
+from evenstep.lab.data import Arrays, Text
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
-from evenstep.lab.train import Epoch, linear_decay
+from evenstep.lab.train import Epoch, linear_decay, mean_loss
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 
@@ -29,13 +30,14 @@ Checkpoint = dict[str, Any]
 class Training:
     """A trial under way: its network, optimizer, order of the data, and the rows of its finished epochs."""
 
-    def __init__(self, trial: Trial, arrays: Arrays, device: torch.device | str = "cpu") -> None:
+    def __init__(self, trial: Trial, arrays: Arrays | Text, device: torch.device | str = "cpu") -> None:
         method = METHODS[trial.method]
         self.trial, self.arrays, self.device = trial, arrays.to(device), torch.device(device)
         torch.manual_seed(trial.seed)
         model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
         self.model: nn.Module = model.to(device).train()
         self.optimizer: Optimizer = method.optimizer(self.model, lr=trial.lr, **trial.options)
+        self.network = distributed.wrapped(self.model, device)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.order = torch.Generator().manual_seed(trial.seed)
         self.rows: list[Epoch] = []
@@ -52,28 +54,30 @@ class Training:
 
     def epoch(self) -> Epoch:
         """Train one pass over the data and add its row: the same numbers as `train.train` gives."""
-        steps, start = math.ceil(len(self.arrays.train_y) / self.trial.batch_size), time.perf_counter()
-        total, count = torch.zeros((), device=self.device), 0
-        data = batches(self.arrays, self.trial.batch_size, self.order, self.device, self.trial.augment)
+        trial, start = self.trial, time.perf_counter()
+        steps, total, count = feed.steps_per_epoch(self.arrays, trial.batch_size), torch.zeros(()), 0
+        data = feed.epoch(self.arrays, trial.batch_size, self.order, self.device, trial.augment)
         for step, (x, y) in enumerate(data, start=len(self.rows) * steps):
-            if self.trial.decay_lr:
+            if trial.decay_lr:
                 for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                    group["lr"] = rate * linear_decay(step / (self.trial.epochs * steps))
+                    group["lr"] = rate * linear_decay(step / (trial.epochs * steps))
             self.optimizer.zero_grad()
-            loss = functional.cross_entropy(self.model(x), y)
+            loss = mean_loss(self.network, x, y)
             loss.backward()
             self.optimizer.step()
-            total += loss.detach() * len(y)
+            total = total.to(self.device) + distributed.mean(loss) * len(y)
             count += len(y)
         mean = total.item() / count
         row = {"epoch": len(self.rows) + 1, "train_loss": mean, "seconds": time.perf_counter() - start}
-        row |= {"steps": steps, "diverged": not math.isfinite(mean), **evaluate(self.model, self.arrays)}
+        row |= {"steps": steps, "diverged": not math.isfinite(mean), **feed.score(self.model, self.arrays)}
         self.rows.append(row)
         return row
 
     def record(self) -> records.Record:
         """The record of what was trained."""
-        return records.make(self.config, self.trial.seed, self.rows, self.device)
+        made = records.make(self.config, self.trial.seed, self.rows, self.device)
+        made["environment"]["processes"] = distributed.size()
+        return made
 
     def checkpoint(self) -> Checkpoint:
         """All that the next epoch depends on: tensors, numbers and texts alone."""
@@ -107,7 +111,8 @@ def run(training: Training, path: Path, on_epoch: Callable[[Epoch], None]) -> re
     """Train to the end, and write the checkpoint `path` after each epoch; the record."""
     while not training.done:
         row = training.epoch()
-        save(path, training.checkpoint())
+        if distributed.rank() == 0:
+            save(path, training.checkpoint())
         on_epoch(row)
     return training.record()
 

@@ -3,21 +3,22 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from evenstep.lab import progress, reading, sweep
+from evenstep.lab import progress, reading, records, sweep
+from evenstep.lab.data import Arrays, Text
 from evenstep.lab.records import Record
 from evenstep.lab.trial import Trial
+from evenstep.lab.usage import UsageError
 
 Runner = Callable[..., list[Record]]
 
 
 def run_trials(
     trials: Sequence[Trial],
-    arrays: Any,
+    arrays: Arrays | Text,
     path: Path,
     device: torch.device,
     console: Console,
@@ -27,25 +28,32 @@ def run_trials(
 
     `runner` is called as `sweep.sweep` is, which it is if not given.
     """
-    have = len(finished(trials, arrays, path))
+
+    def warn(message: str) -> None:
+        console.print(message, soft_wrap=True, highlight=False, markup=False)
+
+    if said := records.mend(path):
+        warn(said)
+    have = finished(trials, arrays, path)
     if have:
-        console.print(f"{have} of {len(trials)} runs are in {path} already.", soft_wrap=True, highlight=False)
-    with progress.bar(console, len(trials), have) as bar:
-        bar.say("training")
+        warn(f"{len(have)} of {len(trials)} runs are in {path} already.")
+    with progress.bar(console, sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
+        runs = progress.Runs(bar, len(trials), len(have))
         try:
-            (runner or sweep.sweep)(
-                trials, arrays, path, device=device, on_record=lambda r: bar.advance(progress.finished(r))
-            )
+            go: Runner = runner or sweep.sweep
+            go(trials, arrays, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=warn)
         except KeyboardInterrupt:
             return True
     return False
 
 
-def finished(trials: Sequence[Trial], arrays: Any, path: Path) -> list[Record]:
-    """The records that the file has of the trials, in their order."""
+def finished(trials: Sequence[Trial], arrays: Arrays | Text, path: Path) -> list[Record]:
+    """The records that the file has of the trials, in their order; a line that is no record is a UsageError."""
     found = reading.Reading()
     if path.exists():
-        reading.read_file(path, path.name, found)
+        reading.read_file(path, str(path), found)
+    if found.faults:
+        raise UsageError(f"{found.faults[0]}; remove that line, or choose another --out")
     known = {sweep.key(run["config"]): run for run in found.runs}
     keys = [sweep.key(sweep.config(trial, arrays)) for trial in trials]
     return [known[key] for key in keys if key in known]

@@ -1,7 +1,6 @@
 """`evenstep sweep`: methods at many stepsizes and seeds, into one file of records and a report."""
 
 import functools
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +35,7 @@ def main(options: Options) -> int:
     """Run the sweep and report; the exit code."""
     from rich.console import Console
 
-    from evenstep.lab import running, showing
+    from evenstep.lab import running, showing, study
 
     trials = grid(options)
     device = usage.usable_device(options.device)
@@ -46,7 +45,7 @@ def main(options: Options) -> int:
     path = usage.writable_folder(options.out) / "records.jsonl"
     runner: running.Runner | None = None
     if options.study is not None:
-        runner = functools.partial(importlib.import_module("evenstep.lab.study").run, options.study)
+        runner = functools.partial(study.run, options.study)
     console = Console()
     with running.one_thread():
         stopped = running.run_trials(trials, arrays, path, device, console, runner)
