@@ -315,6 +315,25 @@ def test_training_equals_a_run_of_a_sweep(method):
     assert [{k: r[k] for k in shared} for r in rows] == [{k: r[k] for k in shared} for r in record["metrics"]]
 
 
+@pytest.mark.slow
+def test_train_under_torchrun_is_one_training(tmp_path):
+    images, environment = (
+        image_folder(tmp_path / "images"),
+        {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+    )
+    words = ["train", "--method", "sg", "--lr", "0.1", "--epochs", "2", "--batch-size", "4", "--data", str(images)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "evenstep", *words]
+    for _ in range(2):  # the second time all is done
+        command = [*launch, "--out", str(tmp_path / "two")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.count("Report: ") == 1
+    assert call(*words, "--out", tmp_path / "one") == 0
+    [two], [one] = (records.read(tmp_path / name / "records.jsonl") for name in ("two", "one"))
+    assert two["environment"]["processes"] == 2 and two["config"] == one["config"]
+    losses = [[row["train_loss"] for row in record["metrics"]] for record in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, capsys):
     command = ("train", "--epochs", "2", "--batch-size", "10", "--out", tmp_path)
     assert call(*command) == 0 and call(*command) == 0

@@ -9,7 +9,7 @@ from typing import Any
 from evenstep.lab.records import Record
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share", "seconds", "steps")
-LONGEST = 300  # characters of a text that is shown
+LONGEST = 1000  # characters of a text that is shown
 
 
 @dataclass

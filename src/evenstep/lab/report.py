@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from evenstep.lab import figures, labels, reading, rerun, tables
+from evenstep.lab import figures, labels, reading, rerun, tables, verdicts
 from evenstep.lab.comparison import Comparison, comparisons
 from evenstep.lab.records import Record
 from evenstep.lab.summary import diverged, final_loss
@@ -36,7 +36,7 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
     (folder / FIGURES).mkdir(exist_ok=True)
     files = [draw(c, folder / FIGURES, number) for number, c in enumerate(compared, start=1)]
     path = folder / PAGE
-    path.write_text(page(folder.resolve().name, compared, files, found), encoding="utf-8", errors="replace")
+    path.write_text(page(folder, compared, files, found), encoding="utf-8", errors="replace")
     return path
 
 
@@ -47,17 +47,18 @@ def draw(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
     return [(kind, f"{folder.name}/{path.name}") for kind, path in saved.items()]
 
 
-def page(name: str, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
+def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
     """The page's HTML."""
     style, script = _asset("report.css") + _palette(), _asset("report.js")
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(_asset("report.html.j2"))
     return template.render(
-        name=name,
+        name=folder.resolve().name,
         style=style,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        experiments=experiments(folder),
         comparisons=[view(c, f) for c, f in zip(compared, files, strict=True)],
         data=[plotted(c) for c in compared],
         runs=len(found.runs),
@@ -65,6 +66,19 @@ def page(name: str, compared: list[Comparison], files: list[list[tuple[str, str]
         faults=found.faults[:FAULTS_SHOWN],
         more_faults=max(0, len(found.faults) - FAULTS_SHOWN),
     )
+
+
+def experiments(folder: Path) -> list[dict[str, Any]]:
+    """What the template shows of the paper's experiments, where the folder has verdicts on them."""
+    found = verdicts.read(folder)
+    return [
+        {
+            "name": name,
+            "figure": verdicts.figure(folder, name),
+            "verdicts": [v for v in found if v.experiment == name],
+        }
+        for name in dict.fromkeys(v.experiment for v in found)
+    ]
 
 
 def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Summary:
     """A series in numbers; those of the best stepsize are means over its seeds."""
 
     stepsize: float
-    at_edge: bool
+    at_edge: bool  # of the stepsizes tried, if there were several
     losses: list[float]  # final loss of each seed, infinity if it diverged
     accuracy: float | None
     dead: float | None
@@ -241,7 +241,7 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
     reached = [reach(run, -math.inf if target is None else target) for run in best]
     return Summary(
         stepsize=stepsize,
-        at_edge=stepsize in (min(runs.runs), max(runs.runs)),
+        at_edge=len(runs.runs) > 1 and stepsize in (min(runs.runs), max(runs.runs)),
         losses=[final_loss(run) for run in best],
         accuracy=mean(lasts, "test_accuracy"),
         dead=mean(lasts, "dead_share"),

@@ -3,11 +3,14 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from evenstep.lab import usage
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXPERIMENTS = ("fig1", "fig2", "l2", "scale", "fig3", "coupling", "shock")
 
@@ -46,22 +49,44 @@ def main(options: Options) -> int:
     out = usage.writable_folder(options.out)
     experiments = importlib.import_module("evenstep.lab.experiments")
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
-    console, stopped = Console(), False
+    console, left = Console(), names
     with running.one_thread(), progress.bar(console, 1) as bar:
 
         def show(what: str, done: int, total: int) -> None:
             bar.say(what)
-            bar.at(done, total)
+            bar.at(done, max(1, total))
 
+        stopped = False
         try:
             reproduce = importlib.import_module("evenstep.lab.reproduce").reproduce
-            reproduce(names, wanted, out, device, options.budget, show)
+            left = reproduce(names, wanted, out, device, options.budget, show)
         except KeyboardInterrupt:
             stopped = True
-    if stopped:
-        console.print("Stopped: what is finished is kept; the same command goes on with the rest.")
+    conclude(out, console)
+    if stopped or left:
+        why = "Stopped" if stopped else "Out of time"
+        console.print(f"{why}: what is finished is kept; the same command goes on with the rest.")
     console.print(f"Report: {report.write(out)}", soft_wrap=True, highlight=False, markup=False)
-    return 130 if stopped else 0
+    return 130 if stopped else 3 if left else 0
+
+
+def conclude(out: Path, console: "Console") -> None:
+    """Judge the claims by the records that are there, print and keep the verdicts, and draw the figures."""
+    from rich.text import Text
+
+    from evenstep.lab import records, verdicts
+
+    found = []
+    for name, experiment in importlib.import_module("evenstep.lab.experiments").EXPERIMENTS.items():
+        path = out / f"{name}.jsonl"
+        if path.exists() and (kept := records.read(path)):
+            found += verdicts.judge(name, experiment, kept)
+    for verdict in found:
+        console.print(Text(f"{verdict.experiment}: {verdict.claim} ({verdict.section})", style="bold"))
+        console.print(Text(f"  {verdict.word}. {verdict.text}"))
+    if found:
+        verdicts.write(out, found)
+        importlib.import_module("evenstep.lab.reproduction").write(out, out)
 
 
 def chosen(names: tuple[str, ...]) -> list[str]:
