@@ -10,7 +10,19 @@ from xml.etree import ElementTree
 
 import pytest
 
-from evenstep.lab import comparison, labels, reading, records, report, rerun, summary, tables, tensorboard, usage
+from evenstep.lab import (
+    comparison,
+    labels,
+    reading,
+    records,
+    report,
+    rerun,
+    summary,
+    tables,
+    tensorboard,
+    usage,
+    verdicts,
+)
 from evenstep.lab.commands import sweep as sweep_command
 from evenstep.lab.methods import METHODS
 from made_up import record
@@ -202,8 +214,9 @@ def test_colours_stand_out_from_the_ground(theme, ground):
         assert max(contrast, 1 / contrast) >= 4.5, colours[theme]
 
 
-def test_the_command_shown_makes_the_runs_again():
-    runs = sweep_of("sg", seeds=(0, 2), options={"momentum": 0.9}, decay_lr=True, augment=False, model_options={})
+@pytest.mark.parametrize("augment", [False, True, "flip+cutout"])
+def test_the_command_shown_makes_the_runs_again(augment):
+    runs = sweep_of("sg", seeds=(0, 2), options={"momentum": 0.9}, decay_lr=True, augment=augment, model_options={})
     [line] = rerun.commands(summary.series(runs))
     trials = sweep_command.grid(parsed(line))
     wanted = [r["config"] for r in runs]
@@ -228,6 +241,26 @@ def test_the_shipped_data_is_called_what_commands_call_it():
     from evenstep.lab import data
 
     assert data.load("fashion").name == rerun.SHIPPED
+
+
+def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path):
+    claims = [("fig1", "§1", "It holds.", True, "So it did."), ("l2", "§2", HOSTILE, False, HOSTILE),
+              ("l2", "§3", "Who knows?", None, "Nobody.")]  # fmt: skip
+    verdicts.write(tmp_path, [verdicts.Verdict(*claim) for claim in claims])
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
+    page = Page(report.write(tmp_path).read_text(encoding="utf-8"))
+    assert [text for text in page.texts if text in verdicts.WORDS.values()] == ["held", "did not hold", "undecided"]
+    assert [a["src"] for tag, a in page.tags if tag == "img"] == ["data:image/svg+xml;base64,PHN2Zy8+"]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+
+
+@pytest.mark.parametrize("content", ["nonsense", "3", "[3]", '[{"experiment": "fig1"}]', '{"a": 1}',
+    '[{"experiment": 1, "section": "", "claim": "", "held": true, "text": ""}]',
+    '[{"experiment": "a", "section": "", "claim": "", "held": "yes", "text": ""}]'])  # fmt: skip
+def test_a_damaged_file_of_verdicts_is_left_out(content, tmp_path):
+    (tmp_path / "verdicts.json").write_text(content)
+    assert verdicts.read(tmp_path) == [] and report.write(tmp_path).exists()
 
 
 def test_tables_sort_what_is_missing_last():

@@ -10,6 +10,7 @@ from evenstep.lab.summary import Series
 MODEL_NAMES = {
     "paper_cnn": "The paper's CNN",
     "deep_net": "The nine-layer net",
+    "alexnet": "The AlexNet-like net",
     "transformer": "The character transformer",
 }
 
@@ -71,6 +72,15 @@ def _option(name: str, value: Any) -> str:
     if value is True:
         return name
     return f"no {name}" if value is None or value is False else f"{name} {value}"
+
+
+def augmentations(augment: Any) -> list[str]:
+    """The augmentations that a record's `augment` stands for.
+
+    >>> augmentations(True), augmentations("flip+cutout"), augmentations(False)
+    (['crop', 'flip'], ['flip', 'cutout'], [])
+    """
+    return augment.split("+") if isinstance(augment, str) else ["crop", "flip"] if augment else []
 
 
 def model_label(name: Any) -> str:

@@ -103,7 +103,7 @@ def facts(found: Comparison) -> list[str]:
     words = [
         _count(config.get("epochs"), "epoch"),
         f"batch {config['batch_size']}" if "batch_size" in config else "",
-        "crop and flip" if config.get("augment") else "",
+        " and ".join(labels.augmentations(config.get("augment"))),
         ("linear decay" if config["decay_lr"] else "constant stepsize") if "decay_lr" in config else "",
         f"network: {labels.options_label(options)}" if isinstance(options, dict) and options else "",
         _count(len(found.runs), "run") + (f", {lost} diverged" if lost else ""),

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from evenstep.lab.labels import augmentations
 from evenstep.lab.methods import METHODS
 from evenstep.lab.summary import Series
 
@@ -29,7 +30,9 @@ def command(found: Sequence[Series]) -> str:
     for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
         words += [flag, str(config[name])] if name in config else []
     words += ["--data", "fashion" if config.get("data") == SHIPPED else "DATA"]
-    words += [flag for flag, name in (("--augment", "augment"), ("--decay-lr", "decay_lr")) if config.get(name)]
+    if names := augmentations(config.get("augment")):
+        words += ["--augment", *names]
+    words += ["--decay-lr"] if config.get("decay_lr") else []
     words += _pairs("--options", options) + _pairs("--model-options", config.get("model_options") or {})
     return shlex.join(words)
 

@@ -1,12 +1,14 @@
 """What the commands that train have in common."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
 
 from evenstep.lab import data, usage
+from evenstep.lab.data.feeding import AUGMENTATIONS
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.trial import Trial
@@ -23,8 +25,10 @@ class Setting:
     """Passes over the training set."""
     batch_size: int = 64
     """Examples per step."""
-    augment: bool = False
-    """Crop and flip the images."""
+    augment: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(metavar="WHAT", help=f"Change the images at random: any of {', '.join(AUGMENTATIONS)}."),
+    ] = ()
     decay_lr: bool = False
     """Let the stepsize fall to zero in a straight line."""
     options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
@@ -44,11 +48,23 @@ def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
         epochs=usage.in_range(setting.epochs, 1, 100_000, "--epochs"),
         batch_size=usage.in_range(setting.batch_size, 1, 10_000_000, "--batch-size"),
         model=usage.known_name(setting.model, MODELS, "network"),
-        augment=setting.augment,
+        augment=augmentation(setting.augment),
         decay_lr=setting.decay_lr,
         options=usage.pairs(setting.options, "--options"),
         model_options=usage.pairs(setting.model_options, "--model-options"),
     )
+
+
+def augmentation(names: Iterable[str]) -> Any:
+    """What a trial calls these augmentations: False for none, True for crop and flip, else their names joined by "+".
+
+    >>> augmentation([]), augmentation(["flip", "crop"]), augmentation(["cutout", "flip"])
+    (False, True, 'flip+cutout')
+    """
+    chosen = {usage.known_name(name, AUGMENTATIONS, "augmentation") for name in names}
+    if chosen in (set(), {"crop", "flip"}):
+        return bool(chosen)
+    return "+".join(name for name in AUGMENTATIONS if name in chosen)
 
 
 def load(setting: Setting) -> data.Arrays | data.Text:
