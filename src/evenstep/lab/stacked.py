@@ -48,7 +48,7 @@ class StackedRule:
         self.rule.step()
         for q, p in zip(self.proxies, self.params.values(), strict=True):
             step = q.data - p if self.decays else q.data
-            p.copy_(torch.where(along(alive, p), p + along(self.rates, p) * step, p))
+            p.addcmul_(torch.where(along(alive, p), step, 0), along(self.rates, p))
 
 
 class Member(NamedTuple):

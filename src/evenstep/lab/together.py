@@ -5,12 +5,12 @@ On a GPU a step is one CUDA graph, whose inputs lie in tensors that stay in plac
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.lab import feed, records
@@ -54,16 +54,24 @@ def alike(trial: Trial) -> str:
     return records.dumps({k: v for k, v in asdict(trial).items() if k not in ("lr", "seed")})
 
 
+def why_alone(trial: Trial, data: Arrays | Text, device: torch.device | str) -> str | None:
+    """Why this trial should not be a member of an ensemble on the device; None if it should.
+
+    A GPU is idle without one. On a CPU the optimizer's arithmetic for all members at once is what is gained, and a
+    torch rule has little of it.
+    """
+    if torch.device(device).type == "cpu" and not isinstance(_optimizer(trial, data), CoordinateOptimizer):
+        return "a torch rule gains nothing from an ensemble on a CPU"
+    return why_not(trial, data)
+
+
 def why_not(trial: Trial, data: Arrays | Text) -> str | None:
     """Why this trial cannot be a member of an ensemble; None if it can."""
-    method = METHODS[trial.method]
-    with torch.random.fork_rng(devices=[]):
-        model = _model(trial, data)
-    optimizer = method.optimizer(model, lr=trial.lr, **trial.options)
+    optimizer = _optimizer(trial, data)
     if not isinstance(optimizer, CoordinateOptimizer):
-        together = elementwise(lambda module, lr: method.optimizer(module, lr=lr, **trial.options))
+        build = METHODS[trial.method].optimizer
+        together = elementwise(lambda module, lr: build(module, lr=lr, **trial.options))
         return None if together else f"{type(optimizer).__name__} is not elementwise, or not linear in lr"
-    optimizer.detach()
     group, blocks = optimizer.param_groups[0], optimizer._blocks(lambda p: p.requires_grad)
     if isinstance(optimizer, Whitened):
         if not all(linear(of_base(rule)) for rule in (optimizer._base, optimizer._plain)):
@@ -90,10 +98,9 @@ def run_together(
     is in its environment as `together`. `forward` is the ensemble's, by default what is fastest on the device.
     """
     device = torch.device(device)
-    stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    with stream:
+    with _stream(device):
         data = data.to(device)
-        rows = _train(trials, data, _ensemble(trials, data, device, forward or best_forward(device)), on_epoch)
+        rows = _train(trials, data, _ensemble(trials, data, device, forward), on_epoch)
     found = [
         records.make({**asdict(t), "data": data.name}, t.seed, r, device) for t, r in zip(trials, rows, strict=True)
     ]
@@ -102,30 +109,54 @@ def run_together(
     return found
 
 
-def best_forward(device: torch.device) -> str:
-    """How an ensemble finds its gradients fastest (scripts/bench_ensemble.py measures it)."""
-    return "matmul" if device.type == "cuda" else "each"
+def best_forward(model: nn.Module, device: torch.device) -> str:
+    """How an ensemble finds its gradients fastest (`scripts/bench_ensemble.py` measures it).
+
+    Large layers fill a GPU by themselves, and a CPU gains nothing from grouped convolutions.
+    """
+    small = sum(p.numel() for p in model.parameters()) < 1_000_000
+    attends = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+    return "matmul" if device.type == "cuda" and small and not attends else "each"
 
 
-def _model(trial: Trial, data: Arrays | Text) -> torch.nn.Module:
+@contextmanager
+def _stream(device: torch.device) -> Iterator[None]:
+    """A stream of our own on a GPU: steps cannot be captured on the default one."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _model(trial: Trial, data: Arrays | Text) -> nn.Module:
     torch.manual_seed(trial.seed)
     batch_norm = METHODS[trial.method].batch_norm
     return MODELS[trial.model](data.channels, batch_norm=batch_norm, **trial.model_options)
 
 
-def _ensemble(trials: Sequence[Trial], data: Arrays | Text, device: torch.device, forward: str) -> Ensemble:
+def _optimizer(trial: Trial, data: Arrays | Text) -> Optimizer:
+    """The trial's public optimizer, to be looked at."""
+    with torch.random.fork_rng(devices=[]):
+        return METHODS[trial.method].optimizer(_model(trial, data), lr=trial.lr, **trial.options)
+
+
+def _ensemble(trials: Sequence[Trial], data: Arrays | Text, device: torch.device, forward: str | None) -> Ensemble:
     method, seeds = METHODS[trials[0].method], list(dict.fromkeys(t.seed for t in trials))
     graph_options = method.graph_options if device.type == "cuda" else {}
 
-    def build(model: torch.nn.Module, lr: float) -> Optimizer:
+    def build(model: nn.Module, lr: float) -> Optimizer:
         return method.optimizer(model, lr=lr, **graph_options, **trials[0].options)
 
+    models = [_model(trial, data).to(device) for trial in trials]
     return Ensemble(
-        [_model(trial, data).to(device) for trial in trials],
+        models,
         build,
         [trial.lr for trial in trials],
         source=[seeds.index(trial.seed) for trial in trials],
-        forward=forward,
+        forward=forward or best_forward(models[0], device),
     )
 
 
