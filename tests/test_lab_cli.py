@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -408,6 +409,54 @@ def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
 )
 def test_experiments_are_run_once_each(given, expected):
     assert reproduce.chosen(given) == expected
+
+
+@pytest.fixture
+def experiments(monkeypatch):
+    """Experiments of an instant: fig1 adds a record and has one claim; `left` and `raises` say how the run ends."""
+
+    class Claim:
+        section, text = "§1", "It works."
+
+        def judge(self, found):
+            return (True, f"{len(found)} record")
+
+    ends = {"left": [], "raises": None}
+
+    def reproduce_all(names, options, out, device, budget_s, progress):
+        progress("fig1", 0, 1)
+        if options.quick:
+            records.append(out / "fig1.jsonl", {"config": {"name": "fig1", "seed": options.seed}, "metrics": []})
+        if ends["raises"] is not None:
+            raise ends["raises"]
+        return ends["left"]
+
+    fig1 = SimpleNamespace(CLAIMS=[Claim()])
+    fakes = {
+        "experiments": {"Options": lambda *a: SimpleNamespace(quick=a[0], seed=a[3]), "EXPERIMENTS": {"fig1": fig1}},
+        "reproduce": {"reproduce": reproduce_all},
+        "reproduction": {"write": lambda source, target: []},
+    }
+    for name, content in fakes.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"evenstep.lab.{name}", module)
+    return ends
+
+
+def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, experiments, capsys):
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "fig1: It works. (§1)\n  held. 1 record\n" in shown
+    assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
+    assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])
+def test_reproduce_that_ends_early_says_how_to_go_on(change, code, tmp_path, experiments, capsys):
+    experiments.update(change)
+    assert call("reproduce", "fig1", "--out", tmp_path) == code
+    assert "the same command goes on with the rest" in capsys.readouterr().out
 
 
 # doctor

@@ -21,9 +21,9 @@ class Options:
 
     experiments: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="EXPERIMENT")]
     """fig1, fig2, l2, scale, fig3, coupling, shock, or all."""
-    data: str | None = None
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A path to CIFAR-10, idx files or an image folder, or a folder of several; without it the shipped images serve."""
-    data_name: str | None = None
+    data_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What figures call the data, where it is a copy that differs from the original."""
     quick: bool = False
     """Seconds instead of hours: shows that all of it runs, and nothing else."""
@@ -48,6 +48,9 @@ def main(options: Options) -> int:
     device = usage.usable_device(options.device)
     out = usage.writable_folder(options.out)
     experiments = importlib.import_module("evenstep.lab.experiments")
+    runner = importlib.import_module("evenstep.lab.reproduce")
+    if device.type == "cuda":
+        runner.fast_cuda()
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
     console, left = Console(), names
     with running.one_thread(), progress.bar(console, 1) as bar:
@@ -58,8 +61,7 @@ def main(options: Options) -> int:
 
         stopped = False
         try:
-            reproduce = importlib.import_module("evenstep.lab.reproduce").reproduce
-            left = reproduce(names, wanted, out, device, options.budget, show)
+            left = runner.reproduce(names, wanted, out, device, options.budget, show)
         except KeyboardInterrupt:
             stopped = True
     conclude(out, console)
