@@ -525,14 +525,14 @@ def test_what_cannot_be_loaded_is_one_line_for_the_user(tmp_path, monkeypatch, g
 
 
 @pytest.mark.skipif(not USERS_DATA.is_dir(), reason="EVENSTEP_DATA names no folder of data sets")
-def test_the_users_own_sets_can_be_read():
+def test_the_users_own_sets_can_be_read(tmp_path):
     found = {kind: data.find(USERS_DATA, kind) for kind in ("cifar", "folder")}
     assert any(found.values()), "neither CIFAR-10 nor an ImageFolder is in EVENSTEP_DATA"
     if found["cifar"]:
         arrays = data.cifar10(found["cifar"])
         assert torch.bincount(arrays.train_y).tolist() == [5000] * 10 and len(arrays.test_y) == 10_000
     if found["folder"]:
-        arrays = data.image_folder(found["folder"])
+        arrays = data.image_folder(found["folder"], cache_folder=tmp_path)
         assert len(arrays.classes) == len(arrays.train_y.unique()) and arrays.train_x.float().std() > 30
 
 

@@ -19,7 +19,7 @@ def steps_per_epoch(data: Arrays | Text, batch_size: int) -> int:
 
 
 def epoch(
-    data: Arrays | Text, batch_size: int, generator: torch.Generator, device: torch.device | str, augment: bool
+    data: Arrays | Text, batch_size: int, generator: torch.Generator, device: torch.device | str, augment: bool | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of one epoch, drawn on the CPU from `generator`: the same on every device."""
     if not isinstance(data, Text):

@@ -28,7 +28,7 @@ def train(
     device: torch.device | str = "cpu",
     on_epoch: Callable[[Epoch], None] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
-    augment: bool = False,
+    augment: bool | str = False,
     schedule: Callable[[float], float] | None = None,
 ) -> list[Epoch]:
     """Train by cross-entropy and return a row per epoch.

@@ -16,7 +16,10 @@ from evenstep.lab.train import Epoch, linear_decay, train
 
 @dataclass(frozen=True)
 class Trial:
-    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network."""
+    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network.
+
+    `augment` is as in `data.augmented`: True for crop and flip, or names joined by "+".
+    """
 
     method: str
     lr: float
@@ -24,7 +27,7 @@ class Trial:
     epochs: int = 10
     batch_size: int = 64
     model: str = "paper_cnn"
-    augment: bool = False
+    augment: bool | str = False
     decay_lr: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
