@@ -9,6 +9,7 @@ from rich.console import Console
 
 from evenstep.lab import progress, reading, records, sweep
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.experiments.common import failures_expected
 from evenstep.lab.records import Record
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
@@ -41,7 +42,8 @@ def run_trials(
         runs = progress.Runs(bar, len(trials), len(have))
         try:
             go: Runner = runner or sweep.sweep
-            go(trials, arrays, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=warn)
+            with failures_expected():
+                go(trials, arrays, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=warn)
         except KeyboardInterrupt:
             return True
     return False

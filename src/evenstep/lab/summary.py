@@ -136,7 +136,9 @@ def initial_loss(records: Iterable[Record]) -> float | None:
         if isinstance(recorded, float):
             return recorded
         known = [count for name, count in CLASSES.items() if str(config.get("data", "")).startswith(name)]
-        classes = config.get("classes") or (known[0] if known else None)
+        options = config.get("model_options")
+        declared = config.get("classes") or (options.get("classes") if isinstance(options, dict) else None)
+        classes = declared or (known[0] if known else None)
         if isinstance(classes, int) and classes > 1:
             return math.log(classes)
     return None

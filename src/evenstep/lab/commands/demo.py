@@ -43,7 +43,8 @@ def main(
     device = usage.usable_device(options.device)
     arrays = shared.load(shared.Setting(data=options.data)) if arrays is None else arrays
     path = usage.writable_folder(options.out) / "records.jsonl"
-    trials = [Trial(method, lr, seed, options.epochs) for method, grid in stepsizes.items() for lr in grid]
+    grid = [(method, lr) for method, rates in stepsizes.items() for lr in rates]
+    trials = [shared.fitted(Trial(method, lr, seed, options.epochs), arrays) for method, lr in grid]
     console = Console()
     with running.one_thread():
         stopped = running.run_trials(trials, arrays, path, device, console)

@@ -1,26 +1,25 @@
 """`evenstep reproduce`: the paper's figures and claims, one experiment each."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from evenstep.lab import usage
+from evenstep.lab import experiments, usage
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXPERIMENTS = ("fig1", "fig2", "l2", "scale", "fig3", "coupling", "shock")
+
+NAMES = f"{', '.join(experiments.EXPERIMENTS)}, or all."
 
 
 @dataclass(frozen=True)
 class Options:
     """Repeat the paper's experiments and say which of its claims held; what is finished is kept and not repeated."""
 
-    experiments: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="EXPERIMENT")]
-    """fig1, fig2, l2, scale, fig3, coupling, shock, or all."""
+    experiments: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="EXPERIMENT", help=NAMES)]
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A path to CIFAR-10, idx files or an image folder, or a folder of several; without it the shipped images serve."""
     data_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -42,13 +41,12 @@ def main(options: Options) -> int:
     from rich.console import Console
 
     from evenstep.lab import progress, report, running
+    from evenstep.lab import reproduce as runner
 
     names = chosen(options.experiments)
     usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
     device = usage.usable_device(options.device)
     out = usage.writable_folder(options.out)
-    experiments = importlib.import_module("evenstep.lab.experiments")
-    runner = importlib.import_module("evenstep.lab.reproduce")
     if device.type == "cuda":
         runner.fast_cuda()
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
@@ -76,10 +74,10 @@ def conclude(out: Path, console: "Console") -> None:
     """Judge the claims by the records that are there, print and keep the verdicts, and draw the figures."""
     from rich.text import Text
 
-    from evenstep.lab import records, verdicts
+    from evenstep.lab import records, reproduction, verdicts
 
     found = []
-    for name, experiment in importlib.import_module("evenstep.lab.experiments").EXPERIMENTS.items():
+    for name, experiment in experiments.EXPERIMENTS.items():
         path = out / f"{name}.jsonl"
         if path.exists() and (kept := records.read(path)):
             found += verdicts.judge(name, experiment, kept)
@@ -88,13 +86,13 @@ def conclude(out: Path, console: "Console") -> None:
         console.print(Text(f"  {verdict.word}. {verdict.text}"))
     if found:
         verdicts.write(out, found)
-        importlib.import_module("evenstep.lab.reproduction").write(out, out)
+        reproduction.write(out, out)
 
 
 def chosen(names: tuple[str, ...]) -> list[str]:
     """The experiments that are asked for, each once; `all` is every one."""
     if not names:
-        raise usage.UsageError(f"name an experiment to reproduce: {', '.join(EXPERIMENTS)}, or all")
+        raise usage.UsageError(f"name an experiment to reproduce: {NAMES.rstrip('.')}")
     for name in names:
-        usage.known_name(name, (*EXPERIMENTS, "all"), "experiment")
-    return list(EXPERIMENTS) if "all" in names else list(dict.fromkeys(names))
+        usage.known_name(name, (*experiments.EXPERIMENTS, "all"), "experiment")
+    return list(experiments.EXPERIMENTS) if "all" in names else list(dict.fromkeys(names))

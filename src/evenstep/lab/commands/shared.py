@@ -1,7 +1,7 @@
 """What the commands that train have in common."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -12,6 +12,8 @@ from evenstep.lab.data.feeding import AUGMENTATIONS
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.trial import Trial
+
+CLASSES = 10  # what the networks have unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ def load(setting: Setting) -> data.Arrays | data.Text:
         kind, way_out = ("a text", "--model transformer") if text else ("images", "--model paper_cnn")
         raise usage.UsageError(f"--model {setting.model} cannot be trained on {setting.data}, {kind}; try {way_out}")
     return arrays
+
+
+def fitted(wanted: Trial, arrays: data.Arrays | data.Text) -> Trial:
+    """The trial with a network that has an output for each class, where there are not ten of them."""
+    if isinstance(arrays, data.Text) or len(arrays.classes) == CLASSES or "classes" in wanted.model_options:
+        return wanted
+    return replace(wanted, model_options={**wanted.model_options, "classes": len(arrays.classes)})
 
 
 def try_out(example: Trial, arrays: data.Arrays | data.Text) -> None:

@@ -40,6 +40,7 @@ def main(options: Options) -> int:
     trials = grid(options)
     device = usage.usable_device(options.device)
     arrays = shared.load(options)
+    trials = [shared.fitted(trial, arrays) for trial in trials]
     for example in {trial.method: trial for trial in trials}.values():
         shared.try_out(example, arrays)
     path = usage.writable_folder(options.out) / "records.jsonl"

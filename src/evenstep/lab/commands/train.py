@@ -38,6 +38,7 @@ def main(options: Options) -> int:
     trial = shared.trial(options, options.method, usage.stepsize(options.lr, "--lr"), options.seed)
     device = usage.usable_device(options.device)
     arrays = shared.load(options)
+    trial = shared.fitted(trial, arrays)
     shared.try_out(trial, arrays)
     out = usage.writable_folder(options.out)
     path = out / "records.jsonl"
