@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu check format clean
+.PHONY: demo test test-slow test-gpu test-browser check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -13,6 +13,9 @@ test: .venv/.installed-dev
 
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m slow
+
+test-browser: .venv/.installed-dev
+	$(BIN)/python -m pytest -q -m browser tests/test_lab_browser.py
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu

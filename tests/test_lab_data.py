@@ -1,19 +1,26 @@
-"""The embedded images, the CIFAR-10 reader on files it should and should not read, and the batches."""
+"""The readers, on files they should and should not read; what `load` recognises; batches and augmentation."""
 
 import gzip
+import io
 import lzma
+import os
 import pickle
+import tarfile
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from evenstep.lab import data, safe_pickle
+from evenstep.lab.data import cache, loading
+from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
-FASHION_SOURCE = Path("/usr/share/datasets/fashion-mnist")
+FASHION_SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's package
+USERS_DATA = Path(os.environ.get("EVENSTEP_DATA", "no such folder"))
 BATCHES = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
 
 
@@ -129,11 +136,10 @@ def test_malicious_pickle_does_not_run(tmp_path):
 @pytest.mark.parametrize(
     "name", [("builtins", "eval"), ("os", "system"), ("numpy", "load"), ("numpy.core.multiarray", "fromfile")]
 )
-def test_only_listed_names_can_be_looked_up(tmp_path, name):
-    path = tmp_path / "file"
-    path.write_bytes(b"\x80\x02c" + "\n".join(name).encode() + b"\n.")
-    with pytest.raises(ValueError, match=f"it refers to {name[0]}.{name[1]}"):
-        safe_pickle.load(path)
+def test_only_listed_names_can_be_looked_up(name):
+    content = b"\x80\x02c" + "\n".join(name).encode() + b"\n."
+    with pytest.raises(ValueError, match=f"here: not a readable pickle: it refers to {name[0]}.{name[1]}"):
+        safe_pickle.loads(content, "here")
 
 
 def as_batch(**parts):
@@ -171,6 +177,373 @@ def test_missing_cifar_file_is_named(tmp_path):
     (tmp_path / "data_batch_4").unlink()
     with pytest.raises(FileNotFoundError, match="data_batch_4: no such file"):
         data.cifar10(tmp_path)
+
+
+def archive_of(folder, path):
+    """A gzipped tar archive as CIFAR-10 comes, with one file more than is wanted."""
+    (folder / "readme.html").write_text("hello")
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(folder, "cifar-10-batches-py")
+    return path
+
+
+def test_cifar_archive_is_read_as_its_folder_is(tmp_path):
+    folder = tmp_path / "cifar-10-batches-py"
+    write_cifar(folder)
+    archive = archive_of(folder, tmp_path / "cifar-10-python.tar.gz")
+    before = sorted(tmp_path.rglob("*"))
+    packed, unpacked = data.load(archive), data.load(folder)
+    assert torch.equal(packed.train_x, unpacked.train_x) and torch.equal(packed.test_y, unpacked.test_y)
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is unpacked on disk"
+
+
+def test_damaged_cifar_archives_are_named(tmp_path):
+    folder = tmp_path / "cifar-10-batches-py"
+    write_cifar(folder)
+    archive = archive_of(folder, tmp_path / "cifar.tar.gz")
+    whole = archive.read_bytes()
+    for length in (100, len(whole) // 2, len(whole) - 20):
+        archive.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cifar\.tar\.gz: not a readable archive"):
+            data.cifar10(archive)
+    (folder / "data_batch_5").unlink()
+    with pytest.raises(ValueError, match=r"data_batch_5 is not in the archive"):
+        data.cifar10(archive_of(folder, archive))
+    write_cifar(folder, test_batch=b"not a pickle")
+    with pytest.raises(ValueError, match=r"cifar\.tar\.gz, cifar-10-batches-py/test_batch: not a readable pickle"):
+        data.cifar10(archive_of(folder, archive))
+
+
+def test_a_copy_of_cifar_is_called_one_unless_it_is_named(tmp_path, monkeypatch):
+    write_cifar(tmp_path)
+    assert data.cifar10(tmp_path).name == "CIFAR-10 (altered copy)"
+    assert data.cifar10(tmp_path, "CIFAR-10 (JPEG)").name == "CIFAR-10 (JPEG)"
+    digest = data.cifar.hashlib.md5((tmp_path / "test_batch").read_bytes()).hexdigest()
+    monkeypatch.setattr(data.cifar, "ORIGINAL_TEST_MD5", digest)
+    assert data.cifar10(tmp_path).name == "CIFAR-10"
+
+
+def idx_bytes(array):
+    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def write_idx(folder, zipped=True, first=9, **replaced):
+    """A folder of MNIST's four files with a few images each; `replaced` gives the bytes of some of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, truth = np.random.default_rng(0), {}
+    for half, count in (("train", 12), ("t10k", 5)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.array([first, 0, 0, 3, 0, 2, 7, 2, 5, 5, 1, 1][:count], np.uint8)
+        truth[half] = images, labels
+        for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
+            content = replaced.get(name.replace("-", "_"), idx_bytes(array))
+            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+    return truth
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files_are_read_and_padded(tmp_path, zipped):
+    truth = write_idx(tmp_path / "images", zipped)
+    arrays = data.load(tmp_path / "images")
+    assert arrays.name == "Fashion-MNIST" and arrays.classes == data.FASHION_CLASSES
+    assert arrays.train_x.shape == (12, 1, 32, 32) and arrays.test_y.tolist() == truth["t10k"][1].tolist()
+    assert np.array_equal(arrays.train_x[:, 0, 2:-2, 2:-2].numpy(), truth["train"][0])
+    assert arrays.train_x.sum() == int(truth["train"][0].sum(dtype=np.int64))
+    write_idx(tmp_path / "digits", zipped, first=5)
+    assert data.load(tmp_path / "digits").name == "digits"
+
+
+@pytest.mark.skipif(not FASHION_SOURCE.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
+def test_full_fashion_mnist_holds_the_embedded_images():
+    full, part = data.load(FASHION_SOURCE), data.fashion_mnist_subset()
+    assert full.name == "Fashion-MNIST" and len(full.train_y) == 60_000
+    assert torch.equal(full.train_x[full.train_y == 3][:400], part.train_x[part.train_y == 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("train_images_idx3_ubyte", idx_bytes(np.zeros((12, 28, 28), np.uint8))[:-1], "9408 bytes .* 9407 do"),
+        ("train_images_idx3_ubyte", b"", "not an idx file of bytes with 3 dimensions"),
+        ("train_images_idx3_ubyte", b"\0\0\x08\x03\0\0", "not an idx file"),
+        ("train_images_idx3_ubyte", idx_bytes(np.zeros(12, np.uint8)), "3 dimensions; it begins '00000801'"),
+        ("train_images_idx3_ubyte", idx_bytes(np.zeros((12, 40, 28), np.uint8)), "at most 32x32 .* got 12x40x28"),
+        ("train_images_idx3_ubyte", idx_bytes(np.zeros((0, 28, 28), np.uint8)), "got 0x28x28"),
+        ("t10k_labels_idx1_ubyte", idx_bytes(np.zeros(4, np.uint8)), "5 labels are needed.* got 4"),
+        ("t10k_labels_idx1_ubyte", idx_bytes(np.full(5, 10, np.uint8)), "from 0 to 9; found 10"),
+    ],
+)
+def test_bad_idx_file_is_named_with_the_reason(tmp_path, name, content, reason):
+    write_idx(tmp_path, **{name: content})
+    with pytest.raises(ValueError, match=f"{name.replace('_', '-')}.gz: .*{reason}"):
+        data.fashion_mnist(tmp_path)
+
+
+def test_truncated_or_missing_idx_files_are_named(tmp_path):
+    write_idx(tmp_path)
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte\.gz: not a readable gzip file"):
+        data.fashion_mnist(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="t10k-images-idx3-ubyte: no such file, nor"):
+        data.fashion_mnist(tmp_path)
+
+
+def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3):
+    """An ImageFolder of PNG files of one colour each; the colours by file."""
+    rng, colours = np.random.default_rng(0), {}
+    for split in splits:
+        for name in classes:
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                path = folder / f"{k}.png"
+                colours[path] = tuple(rng.integers(0, 256, 3).tolist())
+                Image.new("RGB", size, colours[path]).save(path)
+    return colours
+
+
+def test_image_folder_is_decoded_resized_and_labelled_by_name(tmp_path):
+    root = tmp_path / "zoo"
+    colours = write_images(root, size=(50, 40))
+    (root / "train" / "ape" / "Thumbs.db").write_text("not an image, and not named like one")
+    (root / "train" / "ape" / ".hidden.png").write_text("nor this")
+    arrays = data.image_folder(root, size=16, cache_folder=tmp_path / "cache")
+    assert arrays.name == "zoo (2 classes, 16x16)" and arrays.classes == ("ape", "bee")
+    assert arrays.train_x.shape == (6, 3, 16, 16) and arrays.train_x.dtype == torch.uint8
+    assert arrays.train_y.tolist() == arrays.test_y.tolist() == [0, 0, 0, 1, 1, 1]
+    wanted = torch.tensor([colours[p] for p in sorted(colours) if "train" in p.parts])
+    assert torch.equal(arrays.train_x[:, :, 3, 7], wanted.byte())
+
+
+def test_image_folder_cuts_the_middle_square(tmp_path):
+    write_images(tmp_path / "zoo", size=(8, 8))
+    wide = np.zeros((8, 24, 3), np.uint8)
+    wide[:, :8], wide[:, 8:16], wide[:, 16:] = 50, 100, 200
+    Image.fromarray(wide).save(tmp_path / "zoo" / "train" / "ape" / "0.png")
+    assert (data.image_folder(tmp_path / "zoo", 8, tmp_path / "cache").train_x[0] == 100).all()
+
+
+def test_other_modes_become_rgb(tmp_path):
+    write_images(tmp_path / "zoo")
+    for k, mode in enumerate(("L", "P", "RGBA")):
+        Image.new("RGB", (32, 32), (51, 51, 51)).convert(mode).save(tmp_path / "zoo" / "val" / "bee" / f"{k}.png")
+    arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
+    assert (arrays.test_x[3:] == 51).all()
+
+
+def test_decoded_images_are_kept_until_a_file_changes(tmp_path, monkeypatch):
+    root, kept = tmp_path / "zoo", tmp_path / "cache"
+    write_images(root)
+    first = data.image_folder(root, cache_folder=kept)
+    (file,) = kept.iterdir()
+    assert file.suffix == ".npz"
+    monkeypatch.setattr(data.folder, "_decode", lambda *_: pytest.fail("decoded again"))
+    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
+    monkeypatch.undo()
+    Image.new("RGB", (32, 32), (1, 2, 3)).save(root / "train" / "ape" / "0.png")
+    assert data.image_folder(root, cache_folder=kept).train_x[0, :, 0, 0].tolist() == [1, 2, 3]
+    assert len(list(kept.iterdir())) == 2
+    data.image_folder(root, size=8, cache_folder=kept)
+    assert len(list(kept.iterdir())) == 3
+
+
+def test_damaged_cache_is_made_anew(tmp_path):
+    root, kept = tmp_path / "zoo", tmp_path / "cache"
+    write_images(root)
+    first = data.image_folder(root, cache_folder=kept)
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
+    assert file.read_bytes() == whole
+
+
+def test_unwritable_cache_is_a_warning(tmp_path):
+    write_images(tmp_path / "zoo")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="decoded images are not kept"):
+        arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "file" / "below")
+    assert len(arrays.train_y) == 6
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
+    def fail(file, **_):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cache.np, "savez", fail)
+    with pytest.warns(UserWarning, match="disk full"):
+        cache.remembered(tmp_path / "a.npz", lambda: {"x": np.zeros(3)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_cache_lies_where_the_environment_says(monkeypatch):
+    monkeypatch.setenv("EVENSTEP_CACHE", "/somewhere")
+    assert cache.folder() == Path("/somewhere")
+    monkeypatch.delenv("EVENSTEP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/users")
+    assert cache.folder() == Path("/users/evenstep")
+
+
+def jpeg(seed=0):
+    noise = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (jpeg()[:1500], "truncated"),
+        (b"", "cannot identify image file"),
+        (b"plain text", "cannot identify image file"),
+        (jpeg()[:30], ""),
+    ],
+)
+def test_bad_image_is_named_and_nothing_is_kept(tmp_path, content, reason):
+    write_images(tmp_path / "zoo")
+    (tmp_path / "zoo" / "val" / "bee" / "bad.jpg").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"bad\.jpg: not a readable image: .*{reason}"):
+        data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_image_folders_that_cannot_be_labelled(tmp_path):
+    root = tmp_path / "zoo"
+    write_images(root, splits=("train",))
+    with pytest.raises(FileNotFoundError, match="zoo: val/ or test/ is needed"):
+        data.image_folder(root)
+    write_images(root, splits=("test",), classes=("ape", "cat"))
+    with pytest.raises(ValueError, match=r"test/cat: no class of that name in train/"):
+        data.image_folder(root)
+    (root / "train" / "dog").mkdir()
+    with pytest.raises(ValueError, match=r"train/dog: no image in it"):
+        data.image_folder(root)
+
+
+def test_one_class_is_none(tmp_path):
+    write_images(tmp_path, classes=("ape",))
+    with pytest.raises(ValueError, match=r"train: at least two folders of images are needed.*found 1"):
+        data.image_folder(tmp_path)
+
+
+def test_original_layout_of_tiny_imagenet(tmp_path):
+    root = tmp_path / "tiny-imagenet-200"
+    write_images(root, splits=("train",))
+    for name in ("ape", "bee"):
+        (root / "train" / name / "images").mkdir()
+        for path in (root / "train" / name).glob("*.png"):
+            path.rename(path.parent / "images" / path.name)
+        (root / "train" / name / f"{name}_boxes.txt").write_text("0 0 1 1")
+    (root / "val" / "images").mkdir(parents=True)
+    for k in range(2):
+        Image.new("RGB", (64, 64), (k, k, k)).save(root / "val" / "images" / f"val_{k}.png")
+    listing = root / "val" / "val_annotations.txt"
+    listing.write_text("val_1.png\tbee\t0\t0\t1\t1\nval_0.png\tape\t0\t0\t1\t1\n")
+    arrays = data.image_folder(root, cache_folder=tmp_path / "cache")
+    assert arrays.train_y.tolist() == [0, 0, 0, 1, 1, 1] and arrays.test_y.tolist() == [1, 0]
+    assert arrays.test_x[:, 0, 0, 0].tolist() == [1, 0]
+    listing.write_text("val_0.png\tcat\n")
+    with pytest.raises(ValueError, match=r"val_annotations\.txt, line 1: no class 'cat' in train/"):
+        data.image_folder(root)
+    listing.write_text("val_7.png\tape\n")
+    with pytest.raises(ValueError, match=r"line 1: .*val_7\.png is not there"):
+        data.image_folder(root)
+
+
+def write_text(path, length=20_000):
+    path.write_text(("to be or not to be\n" * length)[:length], encoding="utf-8")
+    return path
+
+
+def test_text_is_numbers_of_characters(tmp_path):
+    text = data.load(write_text(tmp_path / "play.txt"))
+    assert isinstance(text, data.Text) and text.name == "play" and text.channels == len(set("to be or not to be\n"))
+    assert (len(text.train), len(text.test)) == (18_000, 2_000)
+    assert "".join(text.vocabulary[k] for k in text.train[:18]) == "to be or not to be"
+
+
+def test_bad_texts_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"short\.txt: a text of at least 10,000 characters .* 50"):
+        data.text_file(write_text(tmp_path / "short.txt", 50))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff" * 20_000)
+    with pytest.raises(ValueError, match=r"bytes\.txt: not a text in UTF-8"):
+        data.text_file(tmp_path / "bytes.txt")
+
+
+def test_load_knows_what_it_looks_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVENSTEP_CACHE", str(tmp_path / "cache"))
+    write_cifar(tmp_path / "all" / "cifar-10-batches-py")
+    write_idx(tmp_path / "idx")
+    write_images(tmp_path / "all" / "zoo", size=(40, 40))
+    write_text(tmp_path / "play.txt")
+    assert data.load("fashion").name.startswith("Fashion-MNIST")
+    assert data.load(tmp_path / "all", name="mine").name == "mine"
+    assert data.load(str(tmp_path / "all" / "zoo"), size=8).train_x.shape == (6, 3, 8, 8)
+    assert loading.recognise(tmp_path / "idx") == ["idx"] and loading.recognise(tmp_path) == []
+    assert data.find(tmp_path / "all", "cifar") == tmp_path / "all"
+    assert data.find(tmp_path / "all", "folder") == tmp_path / "all" / "zoo"
+    assert data.find(tmp_path, "text") == tmp_path / "play.txt" and data.find(tmp_path / "all", "idx") is None
+
+
+def test_both_sets_unpacked_into_one_folder_are_found(tmp_path):
+    write_cifar(tmp_path / "cifar-10-batches-py")
+    write_images(tmp_path)
+    assert data.find(tmp_path, "cifar") == data.find(tmp_path, "folder") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("fashoin", "did you mean 'fashion'?"),
+        ("qqq", "known: fashion"),
+        ("cifar-10-batch-py", "cifar-10-batches-py'?"),
+        ("empty", "nothing known is there; a folder should hold cifar-10-batches-py"),
+        ("cifar-10-batches-py", "data_batch_1: not a readable pickle"),
+        ("broken.tar.gz", "broken.tar.gz: not a readable archive"),
+        ("other.zip", "other.zip: not a readable archive"),
+        ("half", "train-labels-idx1-ubyte: no such file"),
+        ("short.txt", "at least 10,000 characters"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_for_the_user(tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_cifar(tmp_path / "cifar-10-batches-py", data_batch_1=b"rubbish")
+    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b rubbish")
+    (tmp_path / "other.zip").write_bytes(b"PK rubbish")
+    write_idx(tmp_path / "half")
+    (tmp_path / "half" / "train-labels-idx1-ubyte.gz").unlink()
+    write_text(tmp_path / "short.txt", 50)
+    with pytest.raises(UsageError) as caught:
+        data.load(given)
+    assert str(caught.value).startswith(f"--data {given}: ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not USERS_DATA.is_dir(), reason="EVENSTEP_DATA names no folder of data sets")
+def test_the_users_own_sets_can_be_read(tmp_path):
+    found = {kind: data.find(USERS_DATA, kind) for kind in ("cifar", "folder")}
+    assert any(found.values()), "neither CIFAR-10 nor an ImageFolder is in EVENSTEP_DATA"
+    if found["cifar"]:
+        arrays = data.cifar10(found["cifar"])
+        assert torch.bincount(arrays.train_y).tolist() == [5000] * 10 and len(arrays.test_y) == 10_000
+    if found["folder"]:
+        arrays = data.image_folder(found["folder"], cache_folder=tmp_path)
+        assert len(arrays.classes) == len(arrays.train_y.unique()) and arrays.train_x.float().std() > 30
+
+
+def test_subset_is_drawn_once_and_for_all():
+    arrays = small_arrays()
+    part, again, other = arrays.subset(4), arrays.subset(4), arrays.subset(4, seed=1)
+    assert torch.equal(part.train_y, again.train_y) and not torch.equal(part.train_y, other.train_y)
+    assert torch.equal(part.train_x, arrays.train_x[part.train_y]) and part.name == "random, 4 of 10"
+    assert part.test_x is arrays.test_x and arrays.subset(10) is arrays
+    with pytest.raises(ValueError, match="between 1 and 10 images; got 11"):
+        arrays.subset(11)
 
 
 def test_normalization_is_that_of_the_training_set():
@@ -215,3 +588,31 @@ def test_crops_and_flips_against_a_loop():
         rows, columns = (torch.where(k > 31, 62 - k, k) for k in (rows, columns))  # the image's own reflection
         wanted = x[i][:, rows][:, :, columns]
         assert torch.equal(result[i], wanted.flip(2) if mirrored[i] else wanted)
+
+
+def test_cutout_hides_one_square_of_each_image():
+    x = torch.ones(200, 2, 32, 32)
+    result = data.cutout(x, torch.Generator().manual_seed(0), side=8)
+    hidden = 1 - result
+    assert torch.equal(hidden[:, 0], hidden[:, 1]), "the same place in every channel"
+    rows, columns = hidden[:, 0].amax(2).sum(1), hidden[:, 0].amax(1).sum(1)
+    assert torch.equal(hidden[:, 0].sum((1, 2)), rows * columns), "a rectangle"
+    assert rows.max() == columns.max() == 8 and rows.min() == columns.min() == 4, "a square, cut by the border"
+    assert hidden.mean(0).min() > 0, "any pixel can be hidden"
+
+
+def test_augmentations_are_named():
+    x = small_arrays(count=50).train_x.float()
+
+    def made(how):
+        return data.augmented(x, torch.Generator().manual_seed(1), how)
+
+    assert torch.equal(made(False), x)
+    assert torch.equal(made(True), made("crop+flip"))
+    assert torch.equal(made("flip+crop"), data.crop_and_flip(x, torch.Generator().manual_seed(1)))
+    flipped = made("flip")
+    same, mirrored = (flipped == x).flatten(1).all(1), (flipped == x.flip(3)).flatten(1).all(1)
+    assert (same ^ mirrored).all() and same.any() and mirrored.any()
+    assert torch.equal(made("cutout"), data.cutout(x, torch.Generator().manual_seed(1)))
+    with pytest.raises(ValueError, match=r"augment must join some of crop, flip, cutout by '\+'; got 'rotate'"):
+        made("crop+rotate")

@@ -1,4 +1,4 @@
-"""The demo and the command line, at tiny settings."""
+"""The demo, at tiny settings, and the paper's figure 2."""
 
 import os
 import re
@@ -11,17 +11,23 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import cli, demo, plots, records, usage
+from evenstep.lab import cli, comparison, plots, progress, records, showing, sweep
+from evenstep.lab.commands import demo
+from made_up import record
 from small_images import small_arrays
 
-STEPSIZES = {"sg": (0.01, 0.1), "fan-in": (1.0,), "batch-norm": (0.1,), "whitening": (0.3,)}
+STEPSIZES = {"sg": (0.01, 0.1), "fan-in": (1.0,), "batch-norm": (0.1,), "whitening": (0.3,), "adam": (1e-3,)}
 
 
-def run_demo(out, **keywords):
-    return demo.main(demo.Demo(out=out, epochs=2), STEPSIZES, small_arrays(count=20, channels=1), **keywords)
+def run_demo(out, **options):
+    return demo.main(demo.Options(out=out, epochs=2, **options), STEPSIZES, small_arrays(count=20, channels=1))
 
 
-def test_demo_writes_records_table_and_figure(tmp_path, capsys):
+def lines(folder):
+    return (folder / "records.jsonl").read_text().splitlines()
+
+
+def test_demo_writes_records_table_figure_and_report(tmp_path, capsys):
     assert run_demo(tmp_path / "new" / "folder") == 0
     folder = tmp_path / "new" / "folder"
     found = records.read(folder / "records.jsonl")
@@ -32,9 +38,11 @@ def test_demo_writes_records_table_and_figure(tmp_path, capsys):
     with Image.open(folder / "figure2.png") as image:
         assert image.width > 1000
     assert ElementTree.parse(folder / "figure2.svg").getroot().tag.endswith("svg")
-    shown = re.sub(r"\s+", "", capsys.readouterr().out)
-    for text in ("SG÷√(n·S)", "whitening", "records.jsonl", "figure2.png", "figure2.svg"):
-        assert text in shown
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == f"Report: {folder / 'report.html'}" and (folder / "report.html").is_file()
+    packed = re.sub(r"\s+", "", shown)
+    for text in ("SG÷√(n·S)", "whitening", "6of6runs", "12/12", "records.jsonl", "figure2.png", "figure2.svg"):
+        assert text in packed
 
 
 def test_demo_trains_in_one_thread_and_gives_the_others_back(tmp_path):
@@ -44,51 +52,51 @@ def test_demo_trains_in_one_thread_and_gives_the_others_back(tmp_path):
     assert torch.get_num_threads() == before
 
 
-def test_demo_replaces_earlier_records(tmp_path):
+def test_a_finished_demo_is_not_run_again(tmp_path, monkeypatch, capsys):
     run_demo(tmp_path)
+    before = lines(tmp_path)
+    assert run_demo(tmp_path) == 0 and lines(tmp_path) == before
+    assert "6 of 6 runs are in" in capsys.readouterr().out
+
+
+def test_another_seed_joins_the_same_report(tmp_path):
     run_demo(tmp_path)
-    assert len(records.read(tmp_path / "records.jsonl")) == 5
+    run_demo(tmp_path, seed=1)
+    assert len(lines(tmp_path)) == 12 and "0, 1" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_interrupted_demo_reports_what_is_finished(tmp_path, monkeypatch, capsys):
-    real, calls = demo.run, []
+def test_interrupted_demo_reports_what_is_finished_and_goes_on_later(tmp_path, monkeypatch, capsys):
+    real, calls = progress.Runs.finished, []
 
-    def run_twice(*arguments):
-        calls.append(arguments)
-        if len(calls) > 2:
+    def finished(*arguments):
+        calls.append(real(*arguments))
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(*arguments)
 
-    monkeypatch.setattr(demo, "run", run_twice)
-    assert run_demo(tmp_path) == 130
-    assert len(records.read(tmp_path / "records.jsonl")) == 2
-    assert (tmp_path / "figure2.png").is_file() and "Stopped" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Runs, "finished", finished)
+        assert run_demo(tmp_path) == 130
+    first = lines(tmp_path)
+    assert 2 <= len(first) < 6 and (tmp_path / "report.html").is_file() and "Stopped" in capsys.readouterr().out
+    assert run_demo(tmp_path) == 0
+    assert lines(tmp_path)[: len(first)] == first and len(lines(tmp_path)) == 6
 
 
 def test_demo_interrupted_at_once_says_so(tmp_path, monkeypatch, capsys):
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", stop)
+    monkeypatch.setattr(sweep, "sweep", stop)
     assert run_demo(tmp_path) == 130
-    assert "nothing to report" in capsys.readouterr().out and not (tmp_path / "figure2.png").exists()
-
-
-def made_up_record(method, lr, losses):
-    rows = [
-        {"epoch": i + 1, "train_loss": loss, "diverged": loss is None, "test_accuracy": 0.5, "dead_share": 0.0}
-        for i, loss in enumerate(losses)
-    ]
-    config = {"method": method, "lr": lr, "model": "paper_cnn", "data": "random", "batch_size": 64, "seed": 0}
-    return {"config": config, "metrics": [{**row, "seconds": 0.1} for row in rows]}
+    assert "nothing to report" in capsys.readouterr().out and not (tmp_path / "report.html").exists()
 
 
 def test_figure_shows_each_method_in_its_panel_and_the_best_thick():
     found = [
-        made_up_record("sg", 0.1, [2.0, 1.0]),
-        made_up_record("sg", 0.3, [2.0, 0.5]),
-        made_up_record("sg", 9.0, [2.0, None]),
-        made_up_record("whitening", 0.3, [1.0, 0.2]),
+        record("sg", 0.1, [2.0, 1.0]),
+        record("sg", 0.3, [2.0, 0.5]),
+        record("sg", 9.0, [2.0, None]),
+        record("whitening", 0.3, [1.0, 0.2]),
     ]
     left, right = plots.plot(found).axes
     assert [len(line.get_ydata()) for line in left.lines] == [2, 2, 1] and len(right.lines) == 1
@@ -98,48 +106,15 @@ def test_figure_shows_each_method_in_its_panel_and_the_best_thick():
 
 
 def test_figure_and_table_of_only_diverged_runs():
-    found = [made_up_record("sg", 9.0, [None])]
+    found = [record("sg", 9.0, [None])]
     assert len(plots.plot(found).axes) == 2
-    assert demo.table(found).row_count == 1
+    assert showing.best(comparison.compare(found)).row_count == 1
 
 
 def test_same_records_same_svg(tmp_path):
-    found = [made_up_record("sg", 0.1, [2.0, 1.0])]
+    found = [record("sg", 0.1, [2.0, 1.0])]
     first, second = (plots.save(plots.plot(found), tmp_path, name)[1] for name in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "--epochs must be between 1 and 10000; got 0"),
-        (["--seed", "-1"], "--seed must be between 0"),
-        (["--device", "nonsense"], "--device nonsense cannot be used here"),
-        (["--device", "meta"], "--device meta cannot be used here"),
-        (["--out", __file__], "cannot be written (File exists); choose another folder"),
-        (["--out", f"{__file__}/below"], "cannot be written (Not a directory); choose another folder"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["demo", *arguments])
-    assert caught.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("evenstep: ") and message in lines[0]
-
-
-@pytest.mark.parametrize("arguments", [["demo", "--bogus"], ["no-such-command"], ["demo", "--epochs", "many"]])
-def test_what_cannot_be_parsed_is_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2 and "Traceback" not in capsys.readouterr().err
-
-
-def test_cuda_without_a_gpu_is_refused():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(usage.UsageError, match="try --device cpu"):
-        usage.usable_device("cuda")
 
 
 def test_without_arguments_the_demo_runs(monkeypatch):
@@ -147,7 +122,7 @@ def test_without_arguments_the_demo_runs(monkeypatch):
     monkeypatch.setattr(demo, "main", lambda options: seen.append(options) or 0)
     with pytest.raises(SystemExit) as caught:
         cli.main([])
-    assert caught.value.code == 0 and seen == [demo.Demo()]
+    assert caught.value.code == 0 and seen == [demo.Options()]
 
 
 @pytest.mark.parametrize("missing", ["tyro", "rich", "matplotlib"])

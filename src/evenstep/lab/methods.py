@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import evenstep
@@ -55,6 +55,17 @@ class ScaledWhitened(evenstep.Whitened):
     linear = True
 
 
+class OwnBatchSGD(evenstep.WhitenedSGD):
+    """Whitening by the mean and variance of the current batch itself, as batch norm takes them: App. D warns of it."""
+
+    def _advance(self, blocks: list[Any], ok: Tensor | None) -> None:
+        """Forget earlier batches: a layer that knows none uses its own, as at the first step."""
+        for state in self.state.values():
+            if "mass" in state:
+                state["mass"].zero_()
+        super()._advance(blocks, ok)
+
+
 def _on_v(cls: type[evenstep.Whitened], base: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
     """A torch rule in the coordinates of `cls`."""
 
@@ -73,6 +84,7 @@ METHODS: dict[str, Method] = {
         Method("fan-in", "SG ÷ √(n·S)", evenstep.FanInSGD, (1.0, 3.0, 10.0, 30.0)),
         Method("batch-norm", "SG + batch norm", _torch(torch.optim.SGD), (0.03, 0.1, 0.3, 1.0), True, FUSED),
         Method("whitening", "whitening", evenstep.WhitenedSGD, (1.0, 3.0, 10.0, 30.0)),
+        Method("whitening-own", "whitening, the batch's own moments", OwnBatchSGD, (1.0, 3.0, 10.0, 30.0)),
         Method("canonical", "canonical", evenstep.CanonicalSGD, (3e-4, 1e-3, 3e-3, 1e-2)),
         Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
         Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),

@@ -1,20 +1,21 @@
-"""The networks of the experiments: on 32x32 images with 10 classes (every ReLU a module of its own), and on text."""
+"""The networks of the experiments: on 32x32 images (every ReLU a module of its own), and on text."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-CLASSES = 10
 
-
-def paper_cnn(channels: int = 3, batch_norm: bool = False, width: int = 1) -> nn.Sequential:
+def paper_cnn(
+    channels: int = 3, batch_norm: bool = False, width: int = 1, classes: int = 10, l2: float = 0.0
+) -> nn.Sequential:
     """The CNN of the paper's figure 2, C6(5x5)-P-C16(5x5)-P-F120-F84-F10, `width` times as wide.
 
-    Batch norm, if wanted, follows every layer but the last and precedes the ReLU.
+    Batch norm, if wanted, follows every layer but the last and precedes the ReLU. `l2` is as in `L2Term`.
     """
     c1, c2, f1, f2 = 6 * width, 16 * width, 120 * width, 84 * width
-    return nn.Sequential(
+    model = nn.Sequential(
         *_unit(nn.Conv2d(channels, c1, 5), batch_norm),
         nn.MaxPool2d(2),
         *_unit(nn.Conv2d(c1, c2, 5), batch_norm),
@@ -22,11 +23,12 @@ def paper_cnn(channels: int = 3, batch_norm: bool = False, width: int = 1) -> nn
         nn.Flatten(),
         *_unit(nn.Linear(c2 * 5 * 5, f1), batch_norm),
         *_unit(nn.Linear(f1, f2), batch_norm),
-        nn.Linear(f2, CLASSES),
+        nn.Linear(f2, classes),
     )
+    return model.append(L2Term(model, l2)) if l2 else model
 
 
-def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False) -> nn.Sequential:
+def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False, classes: int = 10) -> nn.Sequential:
     """Nine layers: 3x3 convolutions 64-64-P-128-128-P-256-256-P, then F512-F512-F10.
 
     `he` draws the weights by He's rule and sets the biases to zero; otherwise PyTorch's default stands.
@@ -40,10 +42,73 @@ def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False) -> n
     modules.append(nn.Flatten())
     modules += _unit(nn.Linear(256 * 4 * 4, 512), batch_norm)
     modules += _unit(nn.Linear(512, 512), batch_norm)
-    model = nn.Sequential(*modules, nn.Linear(512, CLASSES))
+    model = nn.Sequential(*modules, nn.Linear(512, classes))
     if he:
         _he_init(model)
     return model
+
+
+def alexnet(channels: int = 3, batch_norm: bool = False, width: int = 48, classes: int = 10) -> nn.Sequential:
+    """Eight layers in AlexNet's proportions, for 32x32 images: five convolutions and three dense layers.
+
+    C(5x5)-P-C(3x3)-P-C(3x3)-C(3x3)-C(3x3)-P with 1, 3, 6, 4, 4 times `width` channels, then F-F with 16 times `width`
+    units and the classes (the original has `width` 64, 4,096 units, 11x11 kernels with stride 4, and dropout). Drawn by
+    He's rule, without which plain SG does not start on eight layers.
+    """
+    w = width
+    model = nn.Sequential(
+        *_unit(nn.Conv2d(channels, w, 5, padding=2), batch_norm),
+        nn.MaxPool2d(2),
+        *_unit(nn.Conv2d(w, 3 * w, 3, padding=1), batch_norm),
+        nn.MaxPool2d(2),
+        *_unit(nn.Conv2d(3 * w, 6 * w, 3, padding=1), batch_norm),
+        *_unit(nn.Conv2d(6 * w, 4 * w, 3, padding=1), batch_norm),
+        *_unit(nn.Conv2d(4 * w, 4 * w, 3, padding=1), batch_norm),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        *_unit(nn.Linear(4 * w * 4 * 4, 16 * w), batch_norm),
+        *_unit(nn.Linear(16 * w, 16 * w), batch_norm),
+        nn.Linear(16 * w, classes),
+    )
+    _he_init(model)
+    return model
+
+
+class L2Term(nn.Module):
+    """½·l2·Σw² over the weights of all Linear and Conv2d (not biases), as a term of the training loss (§4.2).
+
+    The last module of a network: what comes in goes out, and in training the weights' gradients get l2·w besides. The
+    term so passes through whatever rule moves the weights, eq. 3 included, while the loss that is recorded is without.
+    """
+
+    def __init__(self, model: nn.Module, l2: float) -> None:
+        super().__init__()
+        self.l2 = l2
+        self.layers = tuple(m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`."""
+        weights = [layer.weight for layer in self.layers]
+        return _L2Gradient.apply(x, self.l2, *weights) if self.training else x
+
+
+class _L2Gradient(torch.autograd.Function):
+    """`x`, with l2·w added to the gradient of each weight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, l2: float, *weights: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.l2, *weights = inputs
+        ctx.save_for_backward(*weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None, *(ctx.l2 * w for w in ctx.saved_tensors)
 
 
 class CharTransformer(nn.Module):
@@ -88,4 +153,9 @@ def _he_init(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"paper_cnn": paper_cnn, "deep_net": deep_net, "transformer": transformer}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "paper_cnn": paper_cnn,
+    "deep_net": deep_net,
+    "alexnet": alexnet,
+    "transformer": transformer,
+}

@@ -5,11 +5,14 @@ import math
 import os
 import platform
 import subprocess
+import warnings
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+
+from evenstep.lab.locking import locked
 
 Record = dict[str, Any]
 
@@ -17,9 +20,9 @@ Record = dict[str, Any]
 def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device | str = "cpu") -> Record:
     """A record of one finished run; numbers that are not finite become null, as JSON has no other word for them."""
     return {
-        "config": _plain(config),
+        "config": plain(config),
         "seed": seed,
-        "metrics": _plain(metrics),
+        "metrics": plain(metrics),
         "environment": environment(device),
         "commit": commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -65,19 +68,71 @@ def commit() -> str | None:
 
 def dumps(value: dict[str, Any]) -> str:
     """`value` as one line of JSON with its keys in order: equal values give equal lines."""
-    return json.dumps(_plain(value), allow_nan=False, sort_keys=True)
+    return json.dumps(plain(value), allow_nan=False, sort_keys=True)
 
 
-def append(path: Path, record: Record) -> None:
-    """Add `record` to the file, as one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+def append(path: Path, record: Record, *, once: bool = False) -> Record:
+    """Add `record` to the file as one line that is on the disk when this returns; processes may share the file.
+
+    With `once` a record of the same configuration that is there already stays the only one. Returns what is kept.
+    """
+    with locked(path) as file:
+        if said := _mend(path, file):
+            warnings.warn(said, stacklevel=2)
+        if once:
+            file.seek(0)
+            same = [r for r in _parse(path, file.read()) if dumps(r["config"]) == dumps(record["config"])]
+            if same:
+                return same[0]
+        _write(file, json.dumps(record, allow_nan=False).encode() + b"\n")
+    return record
+
+
+def mend(path: Path) -> str | None:
+    """Cut off a last line that was not written whole (its writer was killed); one line that says so, or None.
+
+    The text goes to a file beside it, ending in `.damaged`; a record that lacks nothing but its line end gets one.
+    """
+    if not path.exists():
+        return None
+    with locked(path) as file:
+        return _mend(path, file)
+
+
+def _mend(path: Path, file: IO[bytes]) -> str | None:
+    content = file.read()
+    start = content.rfind(b"\n") + 1
+    rest, number = content[start:], content.count(b"\n") + 1
+    if not rest:
+        return None
+    try:
+        json.loads(rest)
+    except ValueError:
+        damaged = path.with_name(path.name + ".damaged")
+        with damaged.open("ab") as side:
+            _write(side, rest + b"\n")
+        file.truncate(start)
+        return f"{path}, line {number} was not written whole; it was moved to {damaged.name} and counts as not run"
+    _write(file, b"\n")
+    return f"{path}, line {number} had no line end; it was added"
+
+
+def _write(file: IO[bytes], content: bytes) -> None:
+    """Write at the end of the file, through to the disk."""
+    file.seek(0, os.SEEK_END)
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[Record]:
     """All records of a file, in order; a line that is not JSON is a ValueError that names it."""
+    return _parse(path, path.read_bytes())
+
+
+def _parse(path: Path, content: bytes) -> list[Record]:
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -85,10 +140,10 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` with tuples as lists and numbers that are not finite as None."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

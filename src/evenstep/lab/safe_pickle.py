@@ -1,9 +1,9 @@
 """Reading a numpy pickle without trusting it: no name outside a short list is ever looked up."""
 
 import _codecs
+import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,12 @@ class _Unpickler(pickle.Unpickler):
         return ALLOWED[module, name]
 
 
-def load(path: Path) -> Any:
-    """Object stored in `path`, made of builtin containers and numpy arrays; strings of Python 2 come as bytes.
+def loads(content: bytes, where: str) -> Any:
+    """Object stored in `content`, made of builtin containers and numpy arrays; strings of Python 2 come as bytes.
 
-    Whatever is wrong with the content is a ValueError that names the file.
+    Whatever is wrong with it is a ValueError that says `where` it was.
     """
-    with path.open("rb") as file:
-        try:
-            return _Unpickler(file, encoding="bytes").load()
-        except Exception as error:  # a damaged pickle can raise nearly anything
-            raise ValueError(f"{path}: not a readable pickle: {error}") from error
+    try:
+        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise ValueError(f"{where}: not a readable pickle: {error}") from error

@@ -1,9 +1,22 @@
-"""The best stepsize of each method, from records."""
+"""What many runs say together: "best when tuned" and "easy to tune" are two questions, and this answers both.
+
+All functions are pure and take records. A run is a record of one method at one stepsize and one seed; a series is
+all the runs of one method with the same options.
+"""
 
 import math
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from evenstep.lab import records as files
 from evenstep.lab.records import Record
+
+TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
+TRIALS = (1, 2, 4, 8)  # k of "expected best of k"
+GUARDS = ("guarded_inputs", "guarded_units")  # shares that a row may hold, named as the monitor names them
+CLASSES = {"Fashion-MNIST": 10, "CIFAR-10": 10}  # of data whose records do not say, by the beginning of its name
 
 
 @dataclass(frozen=True)
@@ -14,10 +27,70 @@ class Best:
     at_edge: bool  # no run at a smaller, or none at a larger stepsize: the best may lie outside the grid
 
 
+@dataclass(frozen=True)
+class Series:
+    """The runs of one method with the same options: for each stepsize, ascending, one run per seed."""
+
+    method: str
+    options: dict[str, Any]
+    runs: dict[float, list[Record]]
+
+    @property
+    def all_runs(self) -> list[Record]:
+        """Every run, by stepsize."""
+        return [run for runs in self.runs.values() for run in runs]
+
+
+@dataclass(frozen=True)
+class Width:
+    """Decades of usable stepsizes; `below` and `above` say that the grid ended before they did."""
+
+    decades: float
+    below: bool
+    above: bool
+
+
+@dataclass(frozen=True)
+class Reach:
+    """When a loss was first reached; infinity if it never was. Steps are None where rows do not count them."""
+
+    epochs: float
+    steps: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A series in numbers; those of the best stepsize are means over its seeds."""
+
+    stepsize: float
+    at_edge: bool  # of the stepsizes tried, if there were several
+    losses: list[float]  # final loss of each seed, infinity if it diverged
+    accuracy: float | None
+    dead: float | None
+    seconds_per_epoch: float | None
+    width: Width
+    divergence: float
+    divergence_at_best: float
+    expected_best: dict[int, float | None]
+    reach: Reach
+    guards: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Mean final loss at the best stepsize; infinity if a seed diverged there."""
+        return statistics.fmean(self.losses)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds; None for one seed, or if one diverged."""
+        return statistics.stdev(self.losses) if len(self.losses) > 1 and math.isfinite(self.loss) else None
+
+
 def final_loss(record: Record) -> float:
     """Training loss of the last epoch; infinity if the run diverged."""
     last = record["metrics"][-1]
-    return math.inf if last["diverged"] or last["train_loss"] is None else last["train_loss"]
+    return math.inf if last.get("diverged") or last["train_loss"] is None else last["train_loss"]
 
 
 def by_method(records: list[Record]) -> dict[str, list[Record]]:
@@ -32,6 +105,169 @@ def best_runs(records: list[Record]) -> dict[str, Best]:
     """The best run of each method."""
     best = {}
     for name, runs in by_method(records).items():
-        winner = min(range(len(runs)), key=lambda i: final_loss(runs[i]))
-        best[name] = Best(runs[winner], at_edge=winner in (0, len(runs) - 1))
+        winner = min(runs, key=final_loss)
+        edges = (runs[0]["config"]["lr"], runs[-1]["config"]["lr"])
+        best[name] = Best(winner, at_edge=winner["config"]["lr"] in edges)
     return best
+
+
+def series(records: Iterable[Record]) -> list[Series]:
+    """The records as series, in order of appearance; a run recorded twice counts once, the later one."""
+    newest: dict[tuple[str, str], dict[tuple[float, Any], Record]] = {}
+    for record in records:
+        config = record["config"]
+        mine = newest.setdefault((config["method"], files.dumps(config.get("options") or {})), {})
+        mine[config["lr"], record.get("seed")] = record
+    found = []
+    for (method, _), runs in newest.items():
+        grid: dict[float, list[Record]] = {lr: [] for lr in sorted({lr for lr, _ in runs})}
+        for (lr, _), run in runs.items():
+            grid[lr].append(run)
+        options = next(iter(runs.values()))["config"].get("options") or {}
+        found.append(Series(method, options, grid))
+    return found
+
+
+def initial_loss(records: Iterable[Record]) -> float | None:
+    """l₀, the loss before training: as recorded, or that of guessing among the classes; None if neither is known."""
+    for record in records:
+        config = record["config"]
+        recorded = record.get("initial_loss") or config.get("initial_loss")
+        if isinstance(recorded, float):
+            return recorded
+        known = [count for name, count in CLASSES.items() if str(config.get("data", "")).startswith(name)]
+        options = config.get("model_options")
+        declared = config.get("classes") or (options.get("classes") if isinstance(options, dict) else None)
+        classes = declared or (known[0] if known else None)
+        if isinstance(classes, int) and classes > 1:
+            return math.log(classes)
+    return None
+
+
+def diverged(record: Record, l0: float | None = None) -> bool:
+    """Whether a run ended without a finite loss, or above the loss it began with."""
+    loss = final_loss(record)
+    return not math.isfinite(loss) or (l0 is not None and loss > l0)
+
+
+def divergence_rate(runs: Sequence[Record], l0: float | None = None) -> float:
+    """Share of the runs that diverged."""
+    return sum(diverged(run, l0) for run in runs) / len(runs)
+
+
+def best_stepsize(runs: dict[float, list[Record]]) -> float:
+    """The stepsize with the lowest mean final loss; if every one has a seed that diverged, the one with the fewest."""
+
+    def score(lr: float) -> tuple[float, int, float]:
+        losses = [final_loss(run) for run in runs[lr]]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        return statistics.fmean(losses), len(losses) - len(finite), statistics.fmean(finite or [math.inf])
+
+    return min(runs, key=score)
+
+
+def width(runs: dict[float, list[Record]], tolerance: float = TOLERANCE) -> Width:
+    """W5: decades of contiguous stepsizes, about the best, whose worst seed is within `tolerance` of the best loss."""
+    grid = sorted(runs)
+    best = best_stepsize(runs)
+    limit = (1 + tolerance) * statistics.fmean(final_loss(run) for run in runs[best])
+    good = [math.isfinite(limit) and max(final_loss(run) for run in runs[lr]) <= limit for lr in grid]
+    first = last = grid.index(best)
+    if not good[first]:
+        return Width(0.0, below=False, above=False)
+    while first > 0 and good[first - 1]:
+        first -= 1
+    while last + 1 < len(grid) and good[last + 1]:
+        last += 1
+    return Width(math.log10(grid[last] / grid[first]), below=first == 0, above=last == len(grid) - 1)
+
+
+def expected_best(losses: Sequence[float], trials: int) -> float | None:
+    """Expected lowest loss of `trials` runs drawn without replacement: Σ_i v_(i) C(n−1−i, k−1) / C(n, k).
+
+    None if there are fewer runs than that.
+
+    >>> expected_best([3.0, 1.0, 2.0], 2)  # of the pairs (1, 2), (1, 3), (2, 3)
+    1.3333333333333333
+    """
+    n, k = len(losses), trials
+    if not 1 <= k <= n:
+        return None
+    weights = [math.comb(n - 1 - i, k - 1) for i in range(n - k + 1)]  # a larger value is never the best of k
+    return sum(v * w for v, w in zip(sorted(losses), weights, strict=False)) / math.comb(n, k)
+
+
+def scored(runs: Sequence[Record], l0: float | None) -> list[float]:
+    """Final losses, with l₀ for runs that diverged, or the worst of the others where l₀ is not known."""
+    finite = [final_loss(run) for run in runs if not diverged(run, l0)]
+    penalty = l0 if l0 is not None else max(finite, default=math.inf)
+    return [penalty if diverged(run, l0) else final_loss(run) for run in runs]
+
+
+def reach(record: Record, target: float) -> Reach:
+    """When the training loss of an epoch first was at or below `target`: at that epoch's end."""
+    steps, seconds = 0.0, 0.0
+    counted, timed = ("steps" in record["metrics"][0], "seconds" in record["metrics"][0])
+    for number, row in enumerate(record["metrics"], start=1):
+        steps, seconds = steps + (row.get("steps") or 0), seconds + (row.get("seconds") or 0)
+        if row["train_loss"] is not None and row["train_loss"] <= target:
+            return Reach(number, steps if counted else None, seconds if timed else None)
+    return Reach(math.inf, math.inf if counted else None, math.inf if timed else None)
+
+
+def common_target(found: Iterable[Series]) -> float | None:
+    """A loss that every method reaches with every seed of its best stepsize, unless it diverged; rounded up."""
+    ends = [[final_loss(run) for run in s.runs[best_stepsize(s.runs)]] for s in found]
+    worst = max((max(losses) for losses in ends if all(map(math.isfinite, losses))), default=None)
+    return None if worst is None else round_up(worst)
+
+
+def round_up(loss: float) -> float:
+    """The next number with three digits.
+
+    >>> round_up(0.51234), round_up(0.5)
+    (0.513, 0.5)
+    """
+    if loss <= 0:
+        return loss
+    unit = 10.0 ** (2 - math.floor(math.log10(loss)))
+    return max(loss, math.ceil(loss * unit) / unit)
+
+
+def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
+    """The numbers of a series; `target` is the loss whose time is taken."""
+    stepsize = best_stepsize(runs.runs)
+    best, every = runs.runs[stepsize], runs.all_runs
+    lasts = [run["metrics"][-1] for run in best]
+    rows = [row for run in best for row in run["metrics"]]
+    reached = [reach(run, -math.inf if target is None else target) for run in best]
+    return Summary(
+        stepsize=stepsize,
+        at_edge=len(runs.runs) > 1 and stepsize in (min(runs.runs), max(runs.runs)),
+        losses=[final_loss(run) for run in best],
+        accuracy=mean(lasts, "test_accuracy"),
+        dead=mean(lasts, "dead_share"),
+        seconds_per_epoch=mean(rows, "seconds"),
+        width=width(runs.runs),
+        divergence=divergence_rate(every, l0),
+        divergence_at_best=divergence_rate(best, l0),
+        expected_best={k: expected_best(scored(every, l0), k) for k in TRIALS},
+        reach=Reach(
+            statistics.median([r.epochs for r in reached]),
+            _median([r.steps for r in reached]),
+            _median([r.seconds for r in reached]),
+        ),
+        guards={name: share for name in GUARDS if (share := mean(lasts, name)) is not None},
+    )
+
+
+def mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Mean of a column over the rows that have a number there; None if none has."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _median(values: list[float | None]) -> float | None:
+    """The median; None if a value is missing. Half of the seeds missing the target makes it infinite."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None

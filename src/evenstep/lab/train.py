@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from evenstep.lab.data import Arrays, batches
-from evenstep.lab.evaluate import evaluate
+from evenstep.lab import distributed, feed
+from evenstep.lab.data import Arrays, Text
 
 Epoch = dict[str, Any]
 CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait
@@ -20,7 +20,7 @@ CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait
 def train(
     model: nn.Module,
     optimizer: Optimizer,
-    arrays: Arrays,
+    arrays: Arrays | Text,
     *,
     epochs: int,
     batch_size: int,
@@ -28,7 +28,7 @@ def train(
     device: torch.device | str = "cpu",
     on_epoch: Callable[[Epoch], None] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
-    augment: bool = False,
+    augment: bool | str = False,
     schedule: Callable[[float], float] | None = None,
 ) -> list[Epoch]:
     """Train by cross-entropy and return a row per epoch.
@@ -37,12 +37,14 @@ def train(
     `test_loss`, `test_accuracy` and `dead_share` at the epoch's end, `seconds` of training, and `diverged`.
     Training stops after the epoch in which the loss ceases to be finite. `seed` fixes the order of the data;
     `schedule` gives the factor on every group's lr from the share of training that is done; `on_step` gets
-    the number of the step and its loss (detached).
+    the number of the step and its loss (detached). Processes that were joined (`distributed.joined`) share every
+    batch and give the same rows.
     """
     model.to(device).train()
     arrays = arrays.to(device)
+    network = distributed.wrapped(model, device)
     generator = torch.Generator().manual_seed(seed)
-    steps = math.ceil(len(arrays.train_y) / batch_size)
+    steps = feed.steps_per_epoch(arrays, batch_size)
     rates = [group["lr"] for group in optimizer.param_groups]
     rows: list[Epoch] = []
 
@@ -57,11 +59,11 @@ def train(
             on_step(len(rows) * steps + step, loss)
 
     while len(rows) < epochs and not (rows and rows[-1]["diverged"]):
-        data = batches(arrays, batch_size, generator, device, augment)
+        data = feed.epoch(arrays, batch_size, generator, device, augment)
         start = time.perf_counter()
-        loss = _train_epoch(model, optimizer, data, before_step, after_step)
+        loss = _train_epoch(network, optimizer, data, before_step, after_step)
         row = {"epoch": len(rows) + 1, "train_loss": loss, "seconds": time.perf_counter() - start}
-        row |= {"diverged": not math.isfinite(loss), **evaluate(model, arrays)}
+        row |= {"diverged": not math.isfinite(loss), **feed.score(model, arrays)}
         rows.append(row)
         if on_epoch is not None:
             on_epoch(row)
@@ -80,15 +82,25 @@ def _train_epoch(
     for step, (x, y) in enumerate(data):
         before_step(step)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
+        loss = mean_loss(model, x, y)
         loss.backward()
         optimizer.step()
-        after_step(step, loss.detach())
-        total = total.to(loss.device) + loss.detach() * len(y)
+        loss = distributed.mean(loss)
+        after_step(step, loss)
+        total = total.to(loss.device) + loss * len(y)
         count += len(y)
         if step % CHECK_EVERY == 0 and not math.isfinite(total.item()):
             break
     return total.item() / count
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of this process's share of the batch, such that the mean over processes is that of the batch."""
+    mine = distributed.share(y).flatten()
+    output = model(distributed.share(x)).flatten(0, -2)
+    if distributed.size() == 1:
+        return functional.cross_entropy(output, mine)
+    return functional.cross_entropy(output, mine, reduction="sum") * (distributed.size() / y.numel())
 
 
 def linear_decay(done: float) -> float:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from evenstep.lab import records
-from evenstep.lab.data import Arrays
+from evenstep.lab import distributed, records
+from evenstep.lab.data import Arrays, Text
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import Epoch, linear_decay, train
@@ -15,7 +16,10 @@ from evenstep.lab.train import Epoch, linear_decay, train
 
 @dataclass(frozen=True)
 class Trial:
-    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network."""
+    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network.
+
+    `augment` is as in `data.augmented`: True for crop and flip, or names joined by "+".
+    """
 
     method: str
     lr: float
@@ -23,7 +27,7 @@ class Trial:
     epochs: int = 10
     batch_size: int = 64
     model: str = "paper_cnn"
-    augment: bool = False
+    augment: bool | str = False
     decay_lr: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +35,7 @@ class Trial:
 
 def run(
     trial: Trial,
-    arrays: Arrays,
+    arrays: Arrays | Text,
     device: torch.device | str = "cpu",
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> records.Record:
@@ -52,3 +56,23 @@ def run(
         schedule=linear_decay if trial.decay_lr else None,
     )
     return records.make({**asdict(trial), "data": arrays.name}, trial.seed, rows, device)
+
+
+def run_recorded(
+    trial: Trial,
+    arrays: Arrays | Text,
+    out: Path,
+    device: torch.device | str = "cpu",
+    on_epoch: Callable[[Epoch], None] | None = None,
+) -> records.Record:
+    """Run the trial and add its record to `out`: in this process, or under torchrun in all of its processes.
+
+    The first process alone writes, and alone calls `on_epoch`.
+    """
+    with distributed.joined(device) as mine:
+        first = distributed.rank() == 0
+        record = run(trial, arrays, mine, on_epoch if first else None)
+        record["environment"]["processes"] = distributed.size()
+        if first:
+            records.append(out, record)
+    return record

@@ -1,8 +1,15 @@
 """Checks of what the command line was given; a failure is one line for the user, never a traceback."""
 
+import difflib
+import json
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -37,3 +44,49 @@ def in_range(value: int, lowest: int, highest: int, flag: str) -> int:
     if not lowest <= value <= highest:
         raise UsageError(f"{flag} must be between {lowest} and {highest}; got {value}")
     return value
+
+
+def known_name(name: str, known: Iterable[str], what: str) -> str:
+    """`name`, if it is known; otherwise the nearest name is suggested."""
+    known = list(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+        raise UsageError(f"no {what} is called {name!r}; {hint}")
+    return name
+
+
+def some(values: Sequence[T], flag: str) -> Sequence[T]:
+    """`values`, if there are any: an empty grid has nothing to run."""
+    if not values:
+        raise UsageError(f"{flag} is empty, so there is nothing to run; give it at least one value")
+    return values
+
+
+def stepsize(text: str, flag: str) -> float:
+    """A positive, finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{flag} takes positive numbers; got {text!r}")
+    return value
+
+
+def pairs(words: Iterable[str], flag: str) -> dict[str, Any]:
+    """A dict from words NAME=VALUE; a value is read as JSON (0.1, true, null), and as text where it is none.
+
+    >>> pairs(["damping=0.1", "trust=null", "base=Adam"], "--options")
+    {'damping': 0.1, 'trust': None, 'base': 'Adam'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name.isidentifier() and equals):
+            raise UsageError(f"{flag} takes NAME=VALUE, such as damping=0.1 or trust=null; got {word!r}")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found

@@ -1,0 +1,54 @@
+"""`evenstep demo`: the paper's figure 2 in two minutes on a laptop, from the images inside the package."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.lab import usage
+from evenstep.lab.commands import shared
+from evenstep.lab.data import Arrays, Text
+from evenstep.lab.methods import METHODS
+from evenstep.lab.trial import Trial
+
+COMPARED = ("sg", "fan-in", "batch-norm", "whitening", "evenstep", "adam")
+STEPSIZES: Mapping[str, Sequence[float]] = {name: METHODS[name].stepsizes for name in COMPARED}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train the paper's CNN by six methods, four stepsizes each, in minutes; end with a table and a report."""
+
+    out: Path = Path("runs/demo")
+    """Folder for the records, the report and the figures; runs that are there already are not repeated."""
+    seed: int = 0
+    """Seed of the first weights and of the order of the data."""
+    epochs: int = 7
+    """Passes over the training images per run."""
+    data: str = "fashion"
+    """`fashion` for the images inside the package, or a path to other images."""
+    device: str = "cpu"
+    """Where to train: cpu, cuda, mps, ..."""
+
+
+def main(
+    options: Options, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, arrays: Arrays | Text | None = None
+) -> int:
+    """Run the demo and report what is finished, even if the user stops it; the exit code."""
+    from rich.console import Console
+
+    from evenstep.lab import plots, running, showing
+
+    usage.in_range(options.epochs, 1, 10_000, "--epochs")
+    seed = usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
+    device = usage.usable_device(options.device)
+    arrays = shared.load(shared.Setting(data=options.data)) if arrays is None else arrays
+    path = usage.writable_folder(options.out) / "records.jsonl"
+    grid = [(method, lr) for method, rates in stepsizes.items() for lr in rates]
+    trials = [shared.fitted(Trial(method, lr, seed, options.epochs), arrays) for method, lr in grid]
+    console = Console()
+    with running.one_thread():
+        stopped = running.run_trials(trials, arrays, path, device, console)
+    if mine := running.finished(trials, arrays, path):
+        files = plots.save(plots.plot(mine), path.parent, "figure2")
+        console.print(f"Figure 2: {', '.join(map(str, files))}", soft_wrap=True, highlight=False, markup=False)
+    return showing.conclude(path, console, stopped)

@@ -1,0 +1,68 @@
+"""From a data set to batches: shuffling, normalizing and augmenting, on the device that holds the set."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .arrays import Arrays
+
+AUGMENTATIONS = ("crop", "flip", "cutout")
+
+
+def batches(
+    arrays: Arrays,
+    batch_size: int,
+    generator: torch.Generator,
+    device: torch.device | str = "cpu",
+    augment: bool | str = False,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Normalized training batches of one epoch in a random order; the last may be smaller.
+
+    The order and what `augmented` draws come from `generator`, on the CPU: the same on every device.
+    """
+    arrays = arrays.to(device)
+    order = torch.randperm(len(arrays.train_y), generator=generator).to(device)
+    for rows in order.split(batch_size):
+        yield augmented(arrays.normalize(arrays.train_x[rows]), generator, augment), arrays.train_y[rows]
+
+
+def augmented(x: Tensor, generator: torch.Generator, how: bool | str = True) -> Tensor:
+    """Normalized images after the augmentations that `how` names, joined by "+"; True is "crop+flip".
+
+    >>> augmented(torch.ones(1, 1, 4, 4), torch.Generator(), False).sum()
+    tensor(16.)
+    """
+    names = set(how.split("+")) if isinstance(how, str) else {"crop", "flip"} if how else set()
+    if unknown := names.difference(AUGMENTATIONS):
+        raise ValueError(f"augment must join some of {', '.join(AUGMENTATIONS)} by '+'; got {sorted(unknown)[0]!r}.")
+    if names & {"crop", "flip"}:
+        x = crop_and_flip(x, generator, margin=4 if "crop" in names else 0, flip="flip" in names)
+    return cutout(x, generator) if "cutout" in names else x
+
+
+def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4, flip: bool = True) -> Tensor:
+    """Each image shifted by up to `margin` pixels both ways, and (`flip`) mirrored half of the time.
+
+    What moves in is the image's own reflection: a border of one colour would be there in training alone.
+    """
+    count, _, height, width = x.shape
+    shift = torch.randint(0, 2 * margin + 1, (2, count, 1), generator=generator).to(x.device)
+    mirrored = torch.randint(0, 2 if flip else 1, (count, 1), generator=generator).bool().to(x.device)
+    rows = torch.arange(height, device=x.device) + shift[0]
+    columns = torch.arange(width, device=x.device) + shift[1]
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    padded = functional.pad(x, (margin, margin, margin, margin), mode="reflect")
+    image = torch.arange(count, device=x.device)[:, None, None]
+    return padded.movedim(1, -1)[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+def cutout(x: Tensor, generator: torch.Generator, side: int = 8) -> Tensor:
+    """Each image with one square of `side` pixels set to zero; its centre is any pixel, so borders may cut it."""
+    count, _, height, width = x.shape
+    top = torch.randint(0, height, (count, 1), generator=generator).to(x.device) - side // 2
+    left = torch.randint(0, width, (count, 1), generator=generator).to(x.device) - side // 2
+    rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
+    in_rows, in_columns = (rows >= top) & (rows < top + side), (columns >= left) & (columns < left + side)
+    return x.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)

@@ -1,0 +1,157 @@
+"""What all experiments share: what a reader may choose, which data they run on, and how a claim is judged."""
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from evenstep.lab import data, records
+from evenstep.lab.records import Record
+from evenstep.lab.usage import UsageError
+
+QUICK_IMAGES = 320  # training images of a quick run: five steps of 64; and one test image in ten
+
+Progress = Callable[[str, int, int], None]
+"""Told between two pieces of work what is under way, and how many of how many runs are done.
+
+All finished runs are in the file by then, so raising from it is the way to stop early.
+"""
+
+
+class Verdict(NamedTuple):
+    """Whether a claim held (None: it cannot be said from these records), and what came out."""
+
+    held: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that the paper says, where, and the judge of it."""
+
+    section: str
+    text: str
+    judge: Callable[[list[Record]], Verdict]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a reader may choose.
+
+    `data` is a set as `data.load` takes it, or a folder that holds several (CIFAR-10, and an ImageFolder for the
+    experiment that wants many images); without it the shipped images serve. `data_name` is what figures call a copy
+    of CIFAR-10 that is not the original. `quick` runs in seconds on a CPU, on a few shipped images, and shows
+    nothing but that all of it runs.
+    """
+
+    quick: bool = False
+    data: str | Path | None = None
+    data_name: str | None = None
+    seed: int = 0
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress shown."""
+
+
+def images(options: Options, device: torch.device | str = "cpu", *, many: bool = False) -> data.Arrays:
+    """The image set to run on, on the device; with `many`, an ImageFolder is preferred where there is one."""
+    if options.quick or options.data is None:
+        shipped = data.fashion_mnist_subset().to(device)
+        if not options.quick:
+            return shipped
+        return replace(shipped.subset(QUICK_IMAGES), test_x=shipped.test_x[::10], test_y=shipped.test_y[::10])
+    order = ("folder", "cifar", "idx") if many else ("cifar", "idx", "folder")
+    places = [data.find(options.data, kind) for kind in order] if Path(options.data).is_dir() else []
+    loaded = data.load(
+        next((p for p in places if p), options.data), name=options.data_name, prefer=(*order, "text", "archive")
+    )
+    if not isinstance(loaded, data.Arrays):
+        raise UsageError(f"--data {options.data}: the experiments need images; this is a text")
+    return loaded.to(device)
+
+
+@contextmanager
+def failures_expected() -> Iterator[None]:
+    """Too large stepsizes and shocks are tried on purpose: the optimizers' warning of them is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*a gradient is not finite")
+        yield
+
+
+def finished(out: Path) -> list[Record]:
+    """The records in the file; an unfinished last line, left by a run that was killed, is cut off."""
+    lines = out.read_bytes().splitlines(keepends=True) if out.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        out.write_bytes(b"".join(lines[:-1]))
+    return records.read(out) if out.exists() else []
+
+
+def stored(
+    out: Path, config: dict[str, Any], seed: int, make: Callable[[], list[dict[str, Any]]], device: torch.device | str
+) -> Record:
+    """The record of `config` in the file; if it is not there, `make` gives its metrics and it is added."""
+    config = {**config, "seed": seed}
+    wanted = records.dumps(config)
+    for record in finished(out):
+        if records.dumps(record["config"]) == wanted:
+            return record
+    record = records.make(config, seed, make(), device)
+    records.append(out, record)
+    return record
+
+
+def borrow(out: Path, other: str, wanted: Callable[[list[Record]], list[Record]]) -> None:
+    """Copy to `out` those of the records of another experiment, in the same folder, that are `wanted` and not there."""
+    have = {records.dumps(r["config"]) for r in finished(out)}
+    for record in wanted(finished(out.with_name(f"{other}.jsonl"))):
+        if records.dumps(record["config"]) not in have:
+            records.append(out, record)
+
+
+def only(out: Path, sets: Sequence[data.Arrays]) -> None:
+    """Refuse a file that holds records of other data: they would be taken for this experiment's."""
+    names = {arrays.name for arrays in sets}
+    other = {r["config"]["data"] for r in finished(out) if "data" in r["config"]} - names
+    if other:
+        raise UsageError(f"{out} holds records on {min(other)}, this run is on {min(names)}; choose another --out")
+
+
+def joined(claims: Sequence[Claim]) -> str:
+    """All that an experiment is about, in one text."""
+    return " ".join(f"{claim.text} ({claim.section})" for claim in claims)
+
+
+def judged(claims: Sequence[Claim], records: list[Record]) -> Verdict:
+    """One verdict on several claims: it holds if all hold, and not if one does not."""
+    found = [claim.judge(records) for claim in claims]
+    held = False if any(v.held is False for v in found) else None if any(v.held is None for v in found) else True
+    return Verdict(held, " ".join(v.text for v in found))
+
+
+def below(lower: Sequence[float], upper: Sequence[float]) -> bool | None:
+    """Whether every seed of one is below every seed of the other; None if they overlap or there is nothing.
+
+    >>> below([1.0, 2.0], [3.0]), below([3.0], [1.0, 2.0]), below([1.0, 3.0], [2.0])
+    (True, False, None)
+    """
+    if not lower or not upper:
+        return None
+    return True if max(lower) < min(upper) else False if min(lower) > max(upper) else None
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and, of several, standard deviation.
+
+    >>> spread([0.5]), spread([0.5, 0.7]), spread([])
+    ('0.500', '0.600 ± 0.141', 'nothing')
+    """
+    if not values:
+        return "nothing"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean

@@ -1,0 +1,205 @@
+"""The coupling of App. D: constants taken from the very batch they rescale bias the step."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from evenstep import constants, coordinates
+from evenstep.lab.experiments.common import (
+    Claim,
+    Options,
+    Progress,
+    Verdict,
+    below,
+    images,
+    joined,
+    judged,
+    only,
+    silent,
+    spread,
+    stored,
+)
+from evenstep.lab.experiments.fig2 import UNGUARDED
+from evenstep.lab.experiments.tuning import Contender, Plan, at_best, losses, rates_table, tuned
+from evenstep.lab.records import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INPUTS, UNITS, ATOMS = 4, 3, 200
+SIZES = (2, 4, 8, 16, 32, 64)
+EXAMPLES = 4_000_000  # drawn for each batch size
+TOLERANCE = 4.5  # standard errors between what is measured and the formula, at most
+RUNNING = Contender("moments of earlier batches", "whitening", (0.05, 0.1, 0.2, 0.4, 0.8), UNGUARDED)
+OWN = Contender("the batch's own moments", "whitening-own", (0.05, 0.1, 0.2, 0.4, 0.8), UNGUARDED)
+BATCHES = {64: 10, 8: 1}  # batch size: epochs
+IMAGES = 10_000  # of the training set: a rule that cannot be a member of an ensemble trains alone, and slowly
+SETTING = (
+    f"Bias: a layer with {INPUTS} inputs and {UNITS} units on {ATOMS} equally likely examples, skewed and correlated; "
+    "for each batch size four million examples are drawn, and eq. 3's step is taken with the batch's own mean and "
+    "with the exact one (α and β exact, as in the paper). Training: the paper's CNN without guards on 10,000 images, "
+    "moments of the batch itself (mean and variance, as batch norm takes them) against those of earlier batches; batch "
+    "64 for ten epochs and batch 8 for one; stepsizes as in figure 2, two seeds."
+)
+
+
+def population(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Equally likely examples: inputs [atoms, n] and gradients [atoms, m], skewed and correlated, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ATOMS, INPUTS, generator=generator, dtype=torch.float64).mul(0.7).exp()
+    mixed = x @ torch.randn(INPUTS, UNITS, generator=generator, dtype=torch.float64)
+    return x, torch.sin(mixed) + 0.5
+
+
+def bias_step(x: Tensor, g: Tensor, mu: Tensor, alpha2: Tensor, beta2: Tensor) -> Tensor:
+    """Eq. 3's δw_0j (before the sign) for one batch x [B, n], g [B, m], from the library's own functions."""
+    c = constants.Constants(mu[None], alpha2[None], beta2[None])
+    grad, b = g.T @ x / len(x), g.mean(0)
+    _, step = coordinates.step_to_w(*coordinates.gradient_to_v(grad[None, :, :, None], b[None], c), c)
+    return step[0]
+
+
+def formula(x: Tensor, g: Tensor, size: int, alpha2: Tensor, beta2: Tensor) -> Tensor:
+    """App. D's bias of δw_0j for B i.i.d. examples, exactly, from the whole population.
+
+    Σ_i β_j² α_i² [μ_i cov(x_i, g_j)/B − (1 − 1/B)/B · E[(x_i − μ_i)² (g_j − E g_j)]]
+    """
+    dx, dg = x - x.mean(0), g - g.mean(0)
+    first, third = dx.T @ dg / len(x), (dx * dx).T @ dg / len(x)
+    return beta2 * (alpha2 @ (x.mean(0)[:, None] * first / size - (1 - 1 / size) / size * third))
+
+
+def bias(size: int, examples: int, seed: int) -> list[dict[str, Any]]:
+    """Measured and predicted bias of each unit's δw_0 at one batch size, and the step it is a bias of."""
+    x, g = population(seed)
+    alpha2, beta2 = 1 / x.var(0, correction=0), 1 / (g * g).mean(0)
+    generator = torch.Generator().manual_seed(1000 * size + seed)
+    steps = torch.func.vmap(bias_step, in_dims=(0, 0, 0, None, None))
+    differences = []
+    for count in _portions(examples // size, 100_000 // size):
+        rows = torch.randint(len(x), (count, size), generator=generator)
+        bx, bg = x[rows], g[rows]
+        exact = x.mean(0).expand(count, -1)
+        differences.append(steps(bx, bg, bx.mean(1), alpha2, beta2) - steps(bx, bg, exact, alpha2, beta2))
+    found = torch.cat(differences)
+    columns = {
+        "measured": found.mean(0),
+        "standard_error": found.std(0) / math.sqrt(len(found)),
+        "formula": formula(x, g, size, alpha2, beta2),
+        "ideal_step": bias_step(x, g, x.mean(0), alpha2, beta2),
+    }
+    return [{"unit": j, **{name: column[j].item() for name, column in columns.items()}} for j in range(UNITS)]
+
+
+def _portions(total: int, most: int) -> list[int]:
+    """`total` in parts of at most `most`."""
+    return [min(most, total - start) for start in range(0, total, most)]
+
+
+def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+    """Records of the bias at each batch size, then of the trainings."""
+    arrays = images(options, device)
+    arrays = arrays.subset(min(IMAGES, len(arrays.train_y)))
+    only(out, [arrays])
+    examples, sizes = (40_000, SIZES[:2]) if options.quick else (EXAMPLES, SIZES)
+    found: list[Record] = []
+    for size in sizes:
+        progress(f"bias at batch size {size}", len(found), len(sizes))
+        config = {"experiment": "coupling", "part": "bias", "batch": size, "examples": examples}
+        found.append(stored(out, config, options.seed, partial(bias, size, examples, options.seed), "cpu"))
+    plan = Plan(seeds=1, growth=0, thin=1) if options.quick else Plan(seeds=2)
+    for batch, epochs in BATCHES.items():
+        settings: dict[str, Any] = {"batch_size": batch, "epochs": 1 if options.quick else epochs}
+        pair = (RUNNING, OWN)
+        found += tuned(pair, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+    return found
+
+
+def biases(records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
+    """The rows of each batch size."""
+    return {r["config"]["batch"]: r["metrics"] for r in records if r["config"].get("part") == "bias"}
+
+
+def trainings(records: Sequence[Record], batch: int) -> list[Record]:
+    """The trainings at one batch size."""
+    return [r for r in records if r["config"].get("batch_size") == batch]
+
+
+def measured(records: list[Record]) -> Verdict:
+    """The bias against its formula."""
+    rows = [row for group in biases(records).values() for row in group]
+    if not rows:
+        return Verdict(None, "Not run.")
+    off = max(abs(row["measured"] - row["formula"]) / row["standard_error"] for row in rows)
+    seen = max(abs(row["measured"]) / row["standard_error"] for row in rows)
+    smallest = min(biases(records))
+    share = max(abs(row["formula"] / row["ideal_step"]) for row in biases(records)[smallest])
+    return Verdict(
+        off < TOLERANCE < seen,
+        f"Measured and predicted bias differ by at most {off:.1f} standard errors, while the bias itself is up to "
+        f"{seen:.0f}; at batch size {smallest} it is up to {share:.0%} of the step.",
+    )
+
+
+def disrupted(records: list[Record]) -> Verdict:
+    """Trainings with the batch's own moments against those with earlier ones; severely is a quarter more loss."""
+    told, held = [], []
+    for batch in BATCHES:
+        mine = trainings(records, batch)
+        running, own = losses(at_best(mine, RUNNING)), losses(at_best(mine, OWN))
+        if running and own:
+            told.append(f"batch {batch}: {spread(own)} with its own, {spread(running)} with earlier ones")
+            held.append(below([1.25 * loss for loss in running], own))
+    text = f"Training loss at the best stepsize, {'; '.join(told)}." if told else "Not run."
+    return Verdict(None if not held else True if all(held) else False if False in held else None, text)
+
+
+def table(records: list[Record]) -> list[list[str]]:
+    """Header and rows for the docs: the trainings."""
+    rows: list[list[str]] = []
+    for batch in BATCHES:
+        found = rates_table(trainings(records, batch), (RUNNING, OWN))
+        rows += [["batch", *found[0]]] if not rows else []
+        rows += [[str(batch), *row] for row in found[1:]]
+    return rows
+
+
+CLAIMS = (
+    Claim(
+        "App. D", "A mean that is estimated on the current batch biases the step of the bias systematically.", measured
+    ),
+    Claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.", disrupted),
+)
+CLAIM = joined(CLAIMS)
+
+
+def verdict(records: list[Record]) -> Verdict:
+    """What came out."""
+    return judged(CLAIMS, records)
+
+
+def plot(records: list[Record]) -> "Figure":
+    """The bias against its formula, and training with and without it."""
+    from evenstep.lab.experiments import drawing
+
+    figure, (left, *rest) = drawing.panels(1 + len(BATCHES), width=4.4)
+    found = biases(records)
+    for j in range(UNITS):
+        rows = [found[size][j] for size in found]
+        colour = drawing.COLOURS[j]
+        left.plot(list(found), [row["formula"] for row in rows], color=colour, label=f"unit {j}, formula")
+        error = [row["standard_error"] for row in rows]
+        left.errorbar(list(found), [row["measured"] for row in rows], error, fmt="o", markersize=4, color=colour)
+    left.set_xscale("log", base=2)
+    left.set(xlabel="batch size", ylabel="bias of $\\delta w_{0j}$")
+    drawing.legend(left)
+    for panel, batch in zip(rest, BATCHES, strict=True):
+        drawing.sensitivity(panel, trainings(records, batch), (RUNNING, OWN), shift=3)
+        panel.set_title(f"batch {batch}: final training loss", loc="left", fontsize=10)
+        drawing.legend(panel)
+    return figure

@@ -1,0 +1,255 @@
+"""Figure 3 (App. E): batch norm for the first epoch, folded into the weights, then whitening; against batch norm alone.
+
+As in the paper's figure the training loss is measured after each epoch by a full sweep of the training set. Each run
+has the device to itself, so that its seconds mean something.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import evenstep
+from evenstep.lab.data import Arrays
+from evenstep.lab.evaluate import evaluate
+from evenstep.lab.experiments.common import (
+    Claim,
+    Options,
+    Progress,
+    Verdict,
+    failures_expected,
+    images,
+    joined,
+    judged,
+    only,
+    silent,
+    stored,
+)
+from evenstep.lab.experiments.fig2 import UNGUARDED
+from evenstep.lab.graphed import WARM_UP, Feed, Member
+from evenstep.lab.methods import METHODS
+from evenstep.lab.models import MODELS
+from evenstep.lab.records import Record
+from evenstep.lab.trial import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EPOCHS, BATCH = 4, 128
+BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
+AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
+    "then whitening (the paper's)": ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
+    "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
+    "then EvenStep": ("evenstep", {}, (0.025, 0.05)),
+}
+CLOSE = 1.05  # of the loss: what counts as similar per epoch
+SETTING = (
+    "The paper: AlexNet on ImageNet. Here the AlexNet-like network of the scaling experiment on the same images, crops "
+    f"and flips, batch {BATCH}, constant stepsize, {EPOCHS} epochs; the best of three stepsizes of batch norm (plain "
+    "SG) serves the first epoch of all, and each way to go on takes the best of its own, by the loss in the end. One "
+    "seed. "
+    "Seconds are those of training steps as CUDA graphs, without the capture."
+)
+
+
+class Runner(Protocol):
+    """A network in training: `graphed.Member` on a GPU, `Eager` elsewhere."""
+
+    model: nn.Module
+
+    def step(self, share_done: float) -> None:
+        """One step on the feed's batch."""
+
+
+class Eager:
+    """One trial, step by step: what `graphed.Member` is without a GPU."""
+
+    def __init__(self, trial: Trial, feed: Feed, model: nn.Module | None = None) -> None:
+        method = METHODS[trial.method]
+        torch.manual_seed(trial.seed)
+        if model is None:
+            model = MODELS[trial.model](feed.arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
+        self.model, self.feed = model.to(feed.x.device).train(), feed
+        self.optimizer = method.optimizer(self.model, lr=trial.lr, **trial.options)
+
+    def step(self, share_done: float) -> None:
+        """One step; the stepsize is constant."""
+        self.optimizer.zero_grad()
+        functional.cross_entropy(self.model(self.feed.x), self.feed.y).backward()
+        self.optimizer.step()
+
+
+def runner(trial: Trial, feed: Feed, model: nn.Module | None = None) -> Runner:
+    """What trains `trial` on the feed's device, from `model` if one is given."""
+    return Member(trial, feed, model) if feed.x.is_cuda else Eager(trial, feed, model)
+
+
+def train(first: Trial, then: Trial | None, arrays: Arrays, swept: Arrays) -> list[dict[str, Any]]:
+    """A row per epoch: `first` for one epoch, then `then` on the folded network; or `first` throughout.
+
+    `swept` has for its test set the images to be swept after each epoch.
+    """
+    feed = Feed(arrays, first.seed, first.batch_size, bool(first.augment))
+    member, rows = runner(first, feed), []
+    for number in range(first.epochs):
+        if number == 1 and then is not None:
+            member = runner(then, feed, evenstep.fold_batchnorm(member.model))
+        seconds = epoch_seconds(member, feed, (number, first.epochs))
+        loss = evaluate(member.model, swept, 1000)["test_loss"]
+        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": loss})
+        rows[-1] |= evaluate(member.model, arrays, 1000)
+    return rows
+
+
+def epoch_seconds(member: Runner, feed: Feed, place: tuple[int, int]) -> float:
+    """Train one epoch; its seconds, the first steps (on a GPU they capture a graph) counted like the others."""
+    number, epochs = place
+    settled, start = min(WARM_UP + 2, feed.steps - 1), 0.0
+    for k, _ in enumerate(feed.epoch()):
+        if k == settled:
+            wait(feed)
+            start = time.perf_counter()
+        member.step((number + k / feed.steps) / epochs)
+        if isinstance(member, Member):
+            torch.cuda.current_stream().wait_stream(member.stream)
+    wait(feed)
+    return (time.perf_counter() - start) * feed.steps / (feed.steps - settled)
+
+
+def wait(feed: Feed) -> None:
+    """Until a GPU is done."""
+    if feed.x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+    """Records of batch norm at each stepsize, then of each way to go on at each of its stepsizes."""
+    arrays = images(options, device, many=True)
+    only(out, [arrays])
+    base, swept = settings(arrays, options), replace(arrays, test_x=arrays.train_x, test_y=arrays.train_y)
+    ways = {k: (m, o, rates[:1] if options.quick else rates) for k, (m, o, rates) in AFTERWARDS.items()}
+    rates = BATCH_NORM[1][1:2] if options.quick else BATCH_NORM[1]
+    total = len(rates) + sum(len(r) for *_, r in ways.values())
+    found: list[Record] = []
+
+    def one(name: str, first: Trial, then: Trial | None) -> None:
+        progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
+        config: dict[str, Any] = {"experiment": "fig3", "name": name, "data": arrays.name, "first": asdict(first)}
+        config["then"] = None if then is None else asdict(then)
+        make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
+        with failures_expected():
+            found.append(stored(out, config, options.seed, make, device))
+
+    for lr in rates:
+        one(BATCH_NORM[0], Trial("batch-norm", lr, **base), None)
+    first = Trial(**best(found, BATCH_NORM[0])["config"]["first"])
+    for name, (method, keywords, grid) in ways.items():
+        for lr in grid:
+            one(name, first, Trial(method, lr, options=keywords, **base))
+    return found
+
+
+def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
+    """What all runs have in common."""
+    size = {"width": 4} if options.quick else {}
+    network = {"model": "alexnet", "model_options": {**size, "classes": len(arrays.classes)}, "augment": True}
+    batch, epochs = (64, 2) if options.quick else (BATCH, EPOCHS)
+    return {**network, "seed": options.seed, "epochs": epochs, "batch_size": batch}
+
+
+def last_loss(record: Record) -> float:
+    """Of the whole training set after the last epoch; infinite if not finite."""
+    loss = record["metrics"][-1]["swept_loss"]
+    return float("inf") if loss is None else loss
+
+
+def best(records: list[Record], name: str) -> Record:
+    """The run of that name with the lowest loss in the end."""
+    return min((r for r in records if r["config"]["name"] == name), key=last_loss)
+
+
+def pace(record: Record) -> float:
+    """Seconds per epoch once it goes its own way."""
+    rows = record["metrics"][1:]
+    return sum(row["seconds"] for row in rows) / len(rows)
+
+
+def per_epoch(records: list[Record]) -> Verdict:
+    """The loss in the end, whitening without guards against batch norm."""
+    names = {r["config"]["name"] for r in records}
+    if not {BATCH_NORM[0], *AFTERWARDS} <= names:
+        return Verdict(None, "Not all runs are there.")
+    theirs, ours = last_loss(best(records, BATCH_NORM[0])), last_loss(best(records, next(iter(AFTERWARDS))))
+    told = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
+    return Verdict(ours <= CLOSE * theirs, f"Loss of the whole training set after the last epoch: {told}.")
+
+
+def per_second(records: list[Record]) -> Verdict:
+    """Seconds per epoch."""
+    names = {r["config"]["name"] for r in records}
+    if not {BATCH_NORM[0], *AFTERWARDS} <= names:
+        return Verdict(None, "Not all runs are there.")
+    paces = {name: pace(best(records, name)) for name in (BATCH_NORM[0], *AFTERWARDS)}
+    told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
+    return Verdict(
+        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {told}."
+    )
+
+
+def table(records: list[Record]) -> list[list[str]]:
+    """Header and rows for the docs."""
+    rows = [["", "stepsize", "training loss (full sweep)", "test accuracy", "dead units", "seconds per epoch"]]
+    for name in dict.fromkeys(r["config"]["name"] for r in records):
+        run = best(records, name)
+        last, then = run["metrics"][-1], run["config"]["then"]
+        numbers = [
+            f"{last_loss(run):.3f}",
+            f"{last['test_accuracy']:.3f}",
+            f"{last['dead_share']:.1%}",
+            f"{pace(run):.2f}",
+        ]
+        rows.append([name, f"{(then or run['config']['first'])['lr']:g}", *numbers])
+    return rows
+
+
+CLAIMS = (
+    Claim(
+        "App. E, fig. 3", "Batch norm for one epoch, then whitening: like batch norm throughout per epoch.", per_epoch
+    ),
+    Claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.", per_second),
+)
+CLAIM = joined(CLAIMS)
+
+
+def verdict(records: list[Record]) -> Verdict:
+    """What came out."""
+    return judged(CLAIMS, records)
+
+
+def plot(records: list[Record]) -> "Figure":
+    """The loss of the whole training set by epochs and by seconds."""
+    from evenstep.lab.experiments import drawing
+
+    figure, (epochs, seconds) = drawing.panels(2)
+    for k, name in enumerate(dict.fromkeys(r["config"]["name"] for r in records)):
+        rows = best(records, name)["metrics"]
+        losses = [row["swept_loss"] for row in rows]
+        passed = [sum(row["seconds"] for row in rows[: i + 1]) for i in range(len(rows))]
+        style: dict[str, Any] = {
+            "marker": drawing.MARKS[k],
+            "markersize": 4,
+            "color": drawing.COLOURS[k],
+            "label": name,
+        }
+        epochs.plot([row["epoch"] for row in rows], losses, **style)
+        seconds.plot(passed, losses, **style)
+    epochs.set(xlabel="epoch", ylabel="loss of the whole training set")
+    seconds.set(xlabel="seconds of training")
+    drawing.legend(epochs)
+    return figure

@@ -1,0 +1,350 @@
+"""Shocks (§4.4): a tenth of a hidden layer's ReLU units rescaled by κ in mid-training, the function unchanged.
+
+Weights and bias into those units are multiplied by κ, the weights out of them divided by it. The running moments are
+then off by κ² at once, which is what the paper found behind its failures; `CurvatureMonitor` watches.
+"""
+
+import copy
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import evenstep
+from evenstep.lab.data import Arrays
+from evenstep.lab.experiments.common import (
+    Claim,
+    Options,
+    Progress,
+    Verdict,
+    failures_expected,
+    images,
+    joined,
+    judged,
+    only,
+    silent,
+    stored,
+)
+from evenstep.lab.models import paper_cnn
+from evenstep.lab.records import Record
+from evenstep.shell import CoordinateOptimizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
+OPTIMIZERS: dict[str, Callable[[nn.Module], CoordinateOptimizer]] = {
+    "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
+    "EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05),
+    "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
+    "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, **OFF),
+    "unguarded EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05, **OFF),
+    "unguarded Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3, **OFF),
+}
+PAPERS = "unguarded WhitenedSGD"
+KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
+BATCH, SHARE = 64, 10  # one unit in ten is rescaled
+WATCHED = ("grown", "growth", "mean_distance", "dead_inputs", "guarded_inputs", "guarded_units", "largest_step")
+SETTING = (
+    "The paper's CNN, batch 64, 200 steps; then 12 of the 120 units of its first dense layer are rescaled by κ, and "
+    "100 steps follow, on the same batches as without a shock (κ = 1). Two seeds. The ratio is the mean training loss "
+    "after the shock over that without. The paper's whitening is `WhitenedSGD` without guards, at the stepsize 0.3."
+)
+
+State = tuple[dict[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What is trained on what, for how long before and after the shock.
+
+    `network(seed)` gives a network whose first two nn.Linear are the shocked layer and the one behind it.
+    """
+
+    network: Callable[[int], nn.Module]
+    x: Tensor
+    y: Tensor
+    before: int
+    after: int
+
+    def build(self, seed: int) -> nn.Module:
+        """The network with its first weights."""
+        torch.manual_seed(seed)
+        return self.network(seed).to(self.x.device)
+
+    def batches(self, seed: int) -> Tensor:
+        """Row numbers of every step's batch: [step, batch]."""
+        generator, count = torch.Generator().manual_seed(1000 + seed), len(self.y)
+        whole, steps = count - count % BATCH, self.before + self.after
+        epochs = range(math.ceil(steps * BATCH / whole))
+        orders = [torch.randperm(count, generator=generator)[:whole].view(-1, BATCH) for _ in epochs]
+        return torch.cat(orders)[:steps].to(self.x.device)
+
+
+def mlp_scene(arrays: Arrays, before: int = 150, after: int = 100) -> Scene:
+    """An MLP 256-120-84-10 on 16x16 images of one channel: seconds on a CPU."""
+    x = functional.avg_pool2d(arrays.normalize(arrays.train_x), 2).flatten(1)
+
+    def network(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
+
+    return Scene(network, x, arrays.train_y, before, after)
+
+
+def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
+    """The paper's CNN."""
+    part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
+    x, classes = part.normalize(part.train_x), len(arrays.classes)
+    return Scene(lambda seed: paper_cnn(arrays.channels, classes=classes), x, part.train_y, before, after)
+
+
+def train(
+    model: nn.Module,
+    optimizer: CoordinateOptimizer,
+    scene: Scene,
+    steps: Tensor,
+    watch: Callable[[float], None] | None = None,
+) -> float:
+    """The mean loss over the steps, whose batches `steps` names; `watch` is told each loss."""
+    losses = []
+    for rows in steps:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(scene.x[rows]), scene.y[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if watch is not None:
+            watch(losses[-1].item())
+    return float(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def shock(model: nn.Module, kappa: float, seed: int) -> None:
+    """Rescale a tenth of the units of the first nn.Linear; the function stays as it was."""
+    (_, first), (_, second) = linears(model)[:2]
+    count = first.out_features
+    units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // SHARE]
+    units = units.to(first.weight.device)
+    first.weight[units] *= kappa
+    first.bias[units] *= kappa
+    second.weight[:, units] /= kappa
+
+
+def prepared(scene: Scene, name: str, seed: int) -> State:
+    """The state of a network and its optimizer, trained up to the shock."""
+    model = scene.build(seed)
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, scene, scene.batches(seed)[: scene.before])
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Module, CoordinateOptimizer]:
+    """A network and its optimizer as they were then."""
+    model_state, optimizer_state = copy.deepcopy(state)
+    model = scene.build(seed)
+    model.load_state_dict(model_state)
+    optimizer = OPTIMIZERS[name](model)
+    optimizer.load_state_dict(optimizer_state)
+    return model, optimizer
+
+
+def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
+    """A row per step after a shock of κ (1 is none): the loss, and what the monitor sees behind the shocked layer."""
+    model, optimizer = restored(scene, name, seed, state)
+    _, (layer, _) = linears(model)[:2]
+    monitor, rows = evenstep.CurvatureMonitor(optimizer), list[dict[str, Any]]()
+
+    def look(loss: float) -> None:
+        seen = monitor.scalars()
+        told = [str(event) for event in monitor.events() if event.layer == layer]
+        row = {"step": len(rows) + 1, "loss": loss, **{c: seen.get(f"{layer}/{c}", 0.0) for c in WATCHED}}
+        rows.append({**row, "dead_somewhere": seen.get("all/dead_inputs", 0.0), "events": told})
+
+    if kappa != 1:
+        shock(model, kappa, seed)
+    train(model, optimizer, scene, scene.batches(seed)[scene.before :], look)
+    return rows
+
+
+def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The dense layers with their names, in order."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+
+
+def mean_loss(rows: list[dict[str, Any]]) -> float:
+    """Over the steps after the shock."""
+    return statistics.fmean(row["loss"] for row in rows)
+
+
+def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
+    """The metrics of a record: a summary, then, if wanted, the first steps and every tenth after them."""
+    summary = {
+        "mean_loss": mean_loss(rows),
+        "dead_units": min(row["dead_somewhere"] for row in rows[-10:]),
+        "grown_at_once": rows[0]["grown"],
+        "grown_on_average": statistics.fmean(row["grown"] for row in rows),
+        "events": [told for row in rows for told in row["events"]][:5],
+    }
+    kept = [row for row in rows if row["step"] <= 30 or row["step"] % 10 == 0] if trace else []
+    return [summary, *({k: v for k, v in row.items() if k != "events"} for row in kept)]
+
+
+def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+    """A record for each optimizer, seed and κ."""
+    arrays = images(options, device)
+    only(out, [arrays])
+    scene = mlp_scene(arrays, 20, 10) if options.quick else cnn_scene(arrays)
+    names = (PAPERS, "WhitenedSGD") if options.quick else tuple(OPTIMIZERS)
+    kappas = (1.0, 100.0) if options.quick else (1.0, *KAPPAS)
+    seeds = [options.seed] if options.quick else [options.seed, options.seed + 1]
+    network = "mlp" if options.quick else "paper_cnn"
+    found: list[Record] = []
+    for name in names:
+        for seed in seeds:
+            progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
+            state = functools.cache(partial(prepared, scene, name, seed))
+            for kappa in kappas:
+                config = {"experiment": "shock", "name": name, "kappa": kappa, "network": network, "data": arrays.name}
+                config |= {"before": scene.before, "after": scene.after}
+                trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
+                make = partial(_metrics, scene, name, seed, kappa, state, trace)
+                with failures_expected():
+                    found.append(stored(out, config, seed, make, device))
+    return found
+
+
+def _metrics(
+    scene: Scene, name: str, seed: int, kappa: float, state: Callable[[], State], trace: bool
+) -> list[dict[str, Any]]:
+    return condensed(aftermath(scene, name, seed, kappa, state()), trace)
+
+
+def losses(records: list[Record], name: str, kappa: float) -> list[float]:
+    """Mean losses after a shock, by seed; infinite where not finite."""
+    mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
+    found = [r["metrics"][0]["mean_loss"] for r in sorted(mine, key=lambda r: r["seed"])]
+    return [math.inf if loss is None else loss for loss in found]
+
+
+def ratio(records: list[Record], name: str, kappa: float) -> float:
+    """The loss after a shock over that without, each a mean over seeds."""
+    return statistics.fmean(losses(records, name, kappa)) / statistics.fmean(losses(records, name, 1.0))
+
+
+def named(records: list[Record]) -> tuple[list[str], list[float]]:
+    """The optimizers and the κ other than 1 that were run."""
+    kappas = sorted({r["config"]["kappa"] for r in records} - {1.0})
+    return list(dict.fromkeys(r["config"]["name"] for r in records)), kappas
+
+
+def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
+    """The summary of each seed."""
+    return [r["metrics"][0] for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
+
+
+def agreement(records: list[Record]) -> Verdict:
+    """Fresh against running variances of the shocked units, without a shock and with one."""
+    kappa = max(named(records)[1])
+    calm, hit = summaries(records, PAPERS, 1.0), summaries(records, PAPERS, kappa)
+    if not calm or not hit:
+        return Verdict(None, "Not run.")
+    usual = statistics.fmean(s["grown_on_average"] for s in calm)
+    jump = statistics.fmean(s["grown_at_once"] for s in hit)
+    return Verdict(
+        usual < 1 < 3 * usual + 1 < jump,
+        f"The variance of a unit's output on a batch was over ten times the running one for {usual:.1f} of the layer's "
+        f"units in a step without a shock, and for {jump:.0f} at the step after κ = {kappa:g}.",
+    )
+
+
+def harm(records: list[Record]) -> Verdict:
+    """What a shock does without guards, and with them."""
+    names, kappas = named(records)
+    harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
+    worst = max(harmed, key=lambda kappa: harmed[kappa])
+    guarded = [n for n in names if not n.startswith("unguarded")]
+    told = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
+    return Verdict(
+        not harmed[worst] < 2,
+        f"Unguarded whitening after κ = {worst:g}: {harmed[worst]:.3g} times the loss without a shock. With guards, "
+        f"the worst of all κ: {told}.",
+    )
+
+
+def death(records: list[Record]) -> Verdict:
+    """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
+    _, kappas = named(records)
+
+    def dead(kappa: float) -> float:
+        return statistics.fmean(s["dead_units"] for s in summaries(records, PAPERS, kappa))
+
+    worst = max(kappas, key=dead)
+    return Verdict(
+        dead(worst) >= dead(1.0) + 0.05,
+        f"Unguarded whitening after κ = {worst:g}: {dead(worst):.0%} of the worst layer's inputs are zero on a whole "
+        f"batch, {dead(1.0):.0%} without a shock.",
+    )
+
+
+def table(records: list[Record]) -> list[list[str]]:
+    """Header and rows for the docs: loss ratios."""
+    names, kappas = named(records)
+    return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
+
+
+CLAIMS = (
+    Claim(
+        "§4.4",
+        "Running and fresh moments usually agree; when ReLU units are rescaled they are completely different.",
+        agreement,
+    ),
+    Claim("§4.4", "This leads to unreasonably large changes of the weights.", harm),
+    Claim("§4.4", "These disable units: they remain zero whatever the input.", death),
+)
+CLAIM = joined(CLAIMS)
+
+
+def verdict(records: list[Record]) -> Verdict:
+    """What came out."""
+    return judged(CLAIMS, records)
+
+
+def plot(records: list[Record]) -> "Figure":
+    """The price of each shock, and the monitor's view of the largest one."""
+    from evenstep.lab.experiments import drawing
+
+    figure, (price, loss, view) = drawing.panels(3)
+    names, kappas = named(records)
+    for k, name in enumerate(names):
+        style: dict[str, Any] = {
+            "color": drawing.COLOURS[k],
+            "marker": drawing.MARKS[k],
+            "markersize": 4,
+            "label": name,
+        }
+        price.plot(kappas, [min(ratio(records, name, kappa), 100) for kappa in kappas], **style)
+    for name in (n for n in names if n.endswith("WhitenedSGD")):
+        for kappa, line in ((1.0, ":"), (max(kappas), "-")):
+            traces = [r["metrics"][1:] for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
+            rows = max(traces, key=len)
+            style = {"color": drawing.COLOURS[names.index(name)], "linestyle": line, "label": f"{name}, κ = {kappa:g}"}
+            loss.plot([row["step"] for row in rows], [row["loss"] for row in rows], **style)
+            view.plot([row["step"] for row in rows], [row["grown"] for row in rows], **style)
+    price.set_xscale("log")
+    for panel in (price, loss):
+        panel.set_yscale("log")
+        drawing.legend(panel)
+    drawing.plain_log(price.yaxis)
+    price.set(xlabel="κ", ylabel="loss after the shock / loss without (top: 100 or more)")
+    loss.set_ylim(top=min(loss.get_ylim()[1], 1e4))
+    loss.set(xlabel="steps after the shock", ylabel="training loss of the batch")
+    view.set(xlabel="steps after the shock", ylabel="units whose variance grew tenfold")
+    return figure

@@ -1,0 +1,39 @@
+"""Batches of one epoch, and the score on the held-out part, for images and for text alike."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.lab.data import Arrays, Text, batches
+from evenstep.lab.evaluate import evaluate, evaluate_text
+
+CONTEXT = 128  # characters of text that a network sees
+TEXT_STEPS = 250  # what counts as an epoch of text, whose windows are drawn at random
+
+
+def steps_per_epoch(data: Arrays | Text, batch_size: int) -> int:
+    """How many batches an epoch has; the last of images may be smaller."""
+    return TEXT_STEPS if isinstance(data, Text) else math.ceil(len(data.train_y) / batch_size)
+
+
+def epoch(
+    data: Arrays | Text, batch_size: int, generator: torch.Generator, device: torch.device | str, augment: bool | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of one epoch, drawn on the CPU from `generator`: the same on every device."""
+    if not isinstance(data, Text):
+        yield from batches(data, batch_size, generator, device, augment)
+        return
+    text = data.train.to(device)
+    offsets = torch.arange(CONTEXT + 1, device=text.device)
+    last = len(text) - len(offsets)
+    starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator).to(text.device)
+    for start in starts:
+        window = text[start + offsets]
+        yield window[:, :-1], window[:, 1:]
+
+
+def score(model: nn.Module, data: Arrays | Text) -> dict[str, float]:
+    """`test_loss`, `test_accuracy` and `dead_share`; `data` must be on the model's device."""
+    return evaluate_text(model, data, CONTEXT) if isinstance(data, Text) else evaluate(model, data)

@@ -1,0 +1,110 @@
+"""Names, colours and markers of what figures and reports show: one choice for all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.lab.methods import METHODS
+from evenstep.lab.summary import Series
+
+MODEL_NAMES = {
+    "paper_cnn": "The paper's CNN",
+    "deep_net": "The nine-layer net",
+    "alexnet": "The AlexNet-like net",
+    "transformer": "The character transformer",
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one series is drawn; colours after Okabe-Ito and Tol, told apart by the colour-blind, markers besides."""
+
+    slot: int  # number of its colour
+    light: str  # that colour on white, at least 4.5 : 1
+    dark: str  # and on black
+    marker: str  # a name for the page
+    mark: str  # matplotlib's letter for the same marker
+
+
+COLOURS = (
+    ("#C0440A", "#FF8F57"),  # vermilion
+    ("#0069B4", "#5CB3FF"),  # blue
+    ("#A32A78", "#EE8FCB"),  # purple
+    ("#00755A", "#38CFA3"),  # green
+    ("#866300", "#E3BE2B"),  # amber
+    ("#06798C", "#5BDCEE"),  # cyan
+    ("#8A2F22", "#FFB4A6"),  # rust
+    ("#1A1D21", "#FFFFFF"),  # ink
+)
+MARKERS = (
+    ("circle", "o"),
+    ("square", "s"),
+    ("triangle", "^"),
+    ("diamond", "D"),
+    ("down", "v"),
+    ("plus", "P"),
+    ("hexagon", "h"),
+    ("star", "*"),
+)
+PREFERRED = {"sg": 0, "fan-in": 1, "batch-norm": 2, "whitening": 3, "adam": 4, "canonical": 5, "muon": 6, "evenstep": 7}
+
+
+def method_label(name: str) -> str:
+    """A method as readers know it; unknown ones as they are called."""
+    return METHODS[name].label if name in METHODS else name
+
+
+def series_label(series: Series) -> str:
+    """A method and the options it was given."""
+    return ", ".join(filter(None, [method_label(series.method), options_label(series.options)]))
+
+
+def options_label(options: dict[str, Any]) -> str:
+    """Options as a reader would list them.
+
+    >>> options_label({"damping": 0.1, "fresh_max": None, "he": True})
+    'damping 0.1, no fresh max, he'
+    """
+    return ", ".join(_option(key.replace("_", " "), value) for key, value in options.items())
+
+
+def _option(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"no {name}" if value is None or value is False else f"{name} {value}"
+
+
+def augmentations(augment: Any) -> list[str]:
+    """The augmentations that a record's `augment` stands for.
+
+    >>> augmentations(True), augmentations("flip+cutout"), augmentations(False)
+    (['crop', 'flip'], ['flip', 'cutout'], [])
+    """
+    return augment.split("+") if isinstance(augment, str) else ["crop", "flip"] if augment else []
+
+
+def model_label(name: Any) -> str:
+    """A network as readers know it."""
+    return MODEL_NAMES.get(str(name), str(name))
+
+
+def styles(found: Sequence[Series]) -> list[Style]:
+    """A style for each series: known methods look the same everywhere unless two of a kind meet."""
+    free = list(range(len(COLOURS)))
+    chosen: dict[int, int] = {}
+    for number, series in enumerate(found):
+        wanted = PREFERRED.get(series.method)
+        if wanted in free and not series.options:
+            chosen[number] = wanted
+            free.remove(wanted)
+    for number in range(len(found)):
+        if number not in chosen:
+            chosen[number] = free.pop(0) if free else number % len(COLOURS)
+    slots = [chosen[number] for number in range(len(found))]
+    return [style(slot, turn=slots[:k].count(slot)) for k, slot in enumerate(slots)]
+
+
+def style(slot: int, turn: int = 0) -> Style:
+    """Style of a slot; where colours are used a second time (`turn`), the markers are others."""
+    marker, mark = MARKERS[(slot + turn) % len(MARKERS)]
+    return Style(slot, *COLOURS[slot], marker, mark)

@@ -1,0 +1,186 @@
+"""`report.html`: one self-contained page from a folder of records, with plain figures beside it.
+
+The page opens offline: its styles, its script and its data are inside, and a content policy lets nothing else run.
+Everything that came from a file is escaped. The same records give the same page.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from evenstep.lab import figures, labels, reading, rerun, tables, verdicts
+from evenstep.lab.comparison import Comparison, comparisons
+from evenstep.lab.records import Record
+from evenstep.lab.summary import diverged, final_loss
+
+PAGE, FIGURES = "report.html", "figures"
+FAULTS_SHOWN = 20
+DRAWN = {
+    "loss": "train_loss",
+    "accuracy": "test_accuracy",
+    "dead": "dead_share",
+    "seconds": "seconds",
+    "steps": "steps",
+}
+
+
+def write(folder: Path, found: reading.Reading | None = None) -> Path:
+    """Write the page and its figures for the records in `folder`; the page's path."""
+    found = reading.read(folder) if found is None else found
+    compared = comparisons(found.runs)
+    (folder / FIGURES).mkdir(exist_ok=True)
+    files = [draw(c, folder / FIGURES, number) for number, c in enumerate(compared, start=1)]
+    path = folder / PAGE
+    path.write_text(page(folder, compared, files, found), encoding="utf-8", errors="replace")
+    return path
+
+
+def draw(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
+    """The plain figures of a comparison, as SVG files: what each shows, and its path from the page."""
+    drawn = {"curves": figures.curves(found), "stepsizes": figures.sensitivity(found)}
+    saved = {kind: figures.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in drawn.items()}
+    return [(kind, f"{folder.name}/{path.name}") for kind, path in saved.items()]
+
+
+def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
+    """The page's HTML."""
+    style, script = _asset("report.css") + _palette(), _asset("report.js")
+    template = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    ).from_string(_asset("report.html.j2"))
+    return template.render(
+        name=folder.resolve().name,
+        style=style,
+        script=script,
+        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        experiments=experiments(folder),
+        comparisons=[view(c, f) for c, f in zip(compared, files, strict=True)],
+        data=[plotted(c) for c in compared],
+        runs=len(found.runs),
+        others=found.others,
+        faults=found.faults[:FAULTS_SHOWN],
+        more_faults=max(0, len(found.faults) - FAULTS_SHOWN),
+    )
+
+
+def experiments(folder: Path) -> list[dict[str, Any]]:
+    """What the template shows of the paper's experiments, where the folder has verdicts on them."""
+    found = verdicts.read(folder)
+    return [
+        {
+            "name": name,
+            "figure": verdicts.figure(folder, name),
+            "verdicts": [v for v in found if v.experiment == name],
+        }
+        for name in dict.fromkeys(v.experiment for v in found)
+    ]
+
+
+def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:
+    """What the template shows of a comparison."""
+    return {
+        "title": found.title,
+        "facts": facts(found),
+        "series": [(labels.series_label(s), style.slot) for s, style in zip(found.series, found.styles, strict=True)],
+        "tables": [tables.tuned(found), tables.tuning(found), tables.timing(found)],
+        "l0": None if found.l0 is None else tables.number(found.l0),
+        "target": found.target,
+        "files": files,
+        "provenance": provenance(found),
+        "commands": _distinct(run.get("command") for run in found.runs) or rerun.commands(found.series),
+    }
+
+
+def facts(found: Comparison) -> list[str]:
+    """What all runs of a comparison share, in a few words each."""
+    config, lost = found.runs[0]["config"], sum(diverged(run, found.l0) for run in found.runs)
+    options = config.get("model_options")
+    words = [
+        _count(config.get("epochs"), "epoch"),
+        f"batch {config['batch_size']}" if "batch_size" in config else "",
+        " and ".join(labels.augmentations(config.get("augment"))),
+        ("linear decay" if config["decay_lr"] else "constant stepsize") if "decay_lr" in config else "",
+        f"network: {labels.options_label(options)}" if isinstance(options, dict) and options else "",
+        _count(len(found.runs), "run") + (f", {lost} diverged" if lost else ""),
+    ]
+    return [word for word in words if word]
+
+
+def plotted(found: Comparison) -> dict[str, Any]:
+    """What the script draws of a comparison."""
+    return {
+        "l0": found.l0,
+        "series": [
+            {
+                "label": labels.series_label(s),
+                "slot": style.slot,
+                "marker": style.marker,
+                "best": summary.stepsize,
+                "runs": [_plotted_run(run, found.l0) for run in s.all_runs],
+            }
+            for s, style, summary in zip(found.series, found.styles, found.summaries, strict=True)
+        ],
+    }
+
+
+def _plotted_run(run: Record, l0: float | None) -> dict[str, Any]:
+    return {
+        "lr": run["config"]["lr"],
+        "seed": run.get("seed"),
+        "diverged": diverged(run, l0),
+        "final": tables.finite(final_loss(run)),
+        **{short: [_short(row.get(name)) for row in run["metrics"]] for short, name in DRAWN.items()},
+    }
+
+
+def provenance(found: Comparison) -> list[tuple[str, list[str]]]:
+    """Where the runs come from: device, versions, commits, seeds, times."""
+    machines = [run["environment"] if isinstance(run.get("environment"), dict) else {} for run in found.runs]
+    times = sorted(str(run["time"]) for run in found.runs if run.get("time"))
+    rows = [
+        ("Device", _distinct(m.get("device") for m in machines)),
+        ("torch, Python", _distinct(f"{m['torch']}, {m.get('python', '?')}" for m in machines if m.get("torch"))),
+        ("Threads", _distinct(m.get("threads") for m in machines)),
+        ("Commit", _distinct(run.get("commit") for run in found.runs)),
+        ("Seeds", [", ".join(_distinct(run.get("seed") for run in found.runs))]),
+        ("Recorded", [times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"] if times else []),
+    ]
+    return [(name, values) for name, values in rows if any(values)]
+
+
+def _distinct(values: Iterable[Any]) -> list[str]:
+    """Each value once, as text, in order of appearance; None left out."""
+    return list(dict.fromkeys(str(value) for value in values if value is not None))
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: more than a figure shows, less than a file needs."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _count(number: Any, noun: str) -> str:
+    return "" if number is None else f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _palette() -> str:
+    """Colours of the series as custom properties, for both themes."""
+    light, dark = ("".join(f"--c{k}:{c[theme]};" for k, c in enumerate(labels.COLOURS)) for theme in (0, 1))
+    classes = "".join(f".c{k}{{--c:var(--c{k})}}" for k in range(len(labels.COLOURS)))
+    return (
+        f":root{{{light}}}@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
+        f":root[data-theme=dark]{{{dark}}}{classes}\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("evenstep.lab").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What a content policy calls an inline text that may be used."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,131 @@
+"""The paper's experiments, one after the other, within a budget of time; needs torch, numpy and pillow alone.
+
+    python -m evenstep.lab.reproduce all --data DIR --out OUT --device cuda --budget 500
+
+Records go to OUT/<experiment>.jsonl as runs end. Run it again to go on where it stopped: finished runs are kept.
+"""
+
+import argparse
+import difflib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from evenstep.lab import usage
+from evenstep.lab.experiments import EXPERIMENTS, Options, Progress, Verdict
+from evenstep.lab.experiments.common import finished, silent
+
+
+class OutOfTime(Exception):
+    """The budget does not allow another piece of work."""
+
+
+class Clock:
+    """Progress that stops an experiment when its next piece of work is not likely to end within the budget.
+
+    A piece is taken to last as long as the longest one so far; the first one always starts.
+    """
+
+    def __init__(self, budget_s: float | None, progress: Progress) -> None:
+        self.budget_s, self.progress = budget_s, progress
+        self.start = self.last = time.perf_counter()
+        self.longest = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Between two pieces of work."""
+        now = time.perf_counter()
+        self.longest, self.last = max(self.longest, now - self.last), now
+        if self.budget_s is not None and now - self.start + self.longest > self.budget_s:
+            raise OutOfTime
+        self.progress(what, done, total)
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The experiments named, in the order of the registry; "all" names all of them."""
+    for name in names:
+        if name not in EXPERIMENTS and name != "all":
+            near = difflib.get_close_matches(name, [*EXPERIMENTS, "all"], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise usage.UsageError(f"no experiment {name!r}; {hint}known: {', '.join(EXPERIMENTS)}, all")
+    return [name for name in EXPERIMENTS if name in names or "all" in names]
+
+
+def reproduce(
+    names: Sequence[str],
+    options: Options,
+    out: Path,
+    device: torch.device | str = "cpu",
+    budget_s: float | None = None,
+    progress: Progress = silent,
+) -> list[str]:
+    """Run the experiments into `out`; the names of those that the budget left unfinished."""
+    wanted, clock = chosen(names), Clock(budget_s, progress)
+    usage.writable_folder(out)
+    for number, name in enumerate(wanted):
+        try:
+            clock(name, 0, 0)
+            EXPERIMENTS[name].run(options, out / f"{name}.jsonl", device, clock)
+        except OutOfTime:
+            return wanted[number:]
+    return []
+
+
+def verdicts(out: Path) -> dict[str, Verdict]:
+    """What came out of every experiment that has records in `out`."""
+    found = {name: finished(out / f"{name}.jsonl") for name in EXPERIMENTS}
+    return {name: EXPERIMENTS[name].verdict(records) for name, records in found.items() if records}
+
+
+def fast_cuda() -> None:
+    """Let a GPU multiply in TF32 and look for its fastest convolutions."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 0 if all is done, 3 if the budget ended first, 2 if something asked for cannot be done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", help=f"some of {', '.join(EXPERIMENTS)}, or all")
+    parser.add_argument("--data", help="CIFAR-10, or a folder with it and an ImageFolder; default: the shipped images")
+    parser.add_argument("--data-name", help='what figures call an altered CIFAR-10: "CIFAR-10 (JPEG)"')
+    parser.add_argument("--out", type=Path, default=Path("runs/reproduction"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=float, help="seconds; no work is begun that would likely end after them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few shipped images: shows that it runs, no more")
+    given = parser.parse_args(arguments)
+    options = Options(given.quick, given.data, given.data_name, given.seed)
+    try:
+        device = usage.usable_device(given.device)
+        if device.type == "cuda":
+            fast_cuda()
+        left = reproduce(given.experiments, options, given.out, device, given.budget, show())
+    except usage.UsageError as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; run it again to go on", file=sys.stderr)
+        return 130
+    for name, (held, text) in verdicts(given.out).items():
+        print(f"{name}: {'undecided' if held is None else 'held' if held else 'did not hold'}. {text}")
+    if left:
+        print(f"out of budget; run it again for the rest of {', '.join(left)}")
+    return 3 if left else 0
+
+
+def show() -> Progress:
+    """Progress as lines with the seconds since the start."""
+    start = time.perf_counter()
+
+    def line(what: str, done: int, total: int) -> None:
+        counted = f"  {done} of {total}" if total else ""
+        print(f"{time.perf_counter() - start:7.1f} s  {what}{counted}", flush=True)
+
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

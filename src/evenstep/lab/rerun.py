@@ -1,0 +1,46 @@
+"""The commands that make a comparison's runs again, from what its records say."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from evenstep.lab.labels import augmentations
+from evenstep.lab.methods import METHODS
+from evenstep.lab.summary import Series
+
+SHIPPED = "Fashion-MNIST (4,000 training images)"
+
+
+def commands(found: Sequence[Series]) -> list[str]:
+    """One `evenstep sweep` for all series that share options and have their method's own stepsizes, else one each."""
+    usual = [s for s in found if not s.options and _own_grid(s)]
+    groups = ([usual] if usual else []) + [[s] for s in found if s not in usual]
+    return [command(group) for group in groups]
+
+
+def command(found: Sequence[Series]) -> str:
+    """The sweep that makes these series again."""
+    config, options = found[0].all_runs[0]["config"], found[0].options
+    seeds = sorted({str(run.get("seed")) for s in found for run in s.all_runs})
+    words = ["evenstep", "sweep", "--methods", *(s.method for s in found)]
+    if not all(_own_grid(s) for s in found):
+        words += ["--stepsizes", *(f"{lr:g}" for lr in found[0].runs)]
+    words += ["--seeds", *seeds]
+    for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
+        words += [flag, str(config[name])] if name in config else []
+    words += ["--data", "fashion" if config.get("data") == SHIPPED else "DATA"]
+    if names := augmentations(config.get("augment")):
+        words += ["--augment", *names]
+    words += ["--decay-lr"] if config.get("decay_lr") else []
+    words += _pairs("--options", options) + _pairs("--model-options", config.get("model_options") or {})
+    return shlex.join(words)
+
+
+def _pairs(flag: str, values: dict[str, Any]) -> list[str]:
+    return [flag, *(f"{key}={json.dumps(value)}" for key, value in values.items())] if values else []
+
+
+def _own_grid(series: Series) -> bool:
+    """Whether the stepsizes are the method's default ones."""
+    return series.method in METHODS and list(series.runs) == sorted(METHODS[series.method].stepsizes)

@@ -1,0 +1,241 @@
+"""A sweep spread over processes and machines, through an Optuna study that all of them can reach.
+
+The study's n-th trial is the sweep's n-th member: whoever creates that trial runs the member, and the storage hands out
+each number once. A process tells that it is alive every few seconds; a member whose process has been silent for longer
+than `stale` seconds is run again by another (clocks of the machines should agree to within that). Records lie in the
+study, and in each process's own file.
+"""
+
+import hashlib
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenstep.lab import records
+from evenstep.lab.data import Arrays, Text
+from evenstep.lab.summary import final_loss
+from evenstep.lab.sweep import OnEpoch, OnRecord, chunks, config, key, known, most_members, run_chunk
+from evenstep.lab.trial import Trial
+from evenstep.lab.usage import UsageError
+
+NAME = "evenstep"
+STALE = 120.0
+
+
+def run(
+    url: str,
+    trials: Sequence[Trial],
+    arrays: Arrays | Text,
+    out: Path,
+    *,
+    device: torch.device | str = "cpu",
+    on_record: OnRecord | None = None,
+    on_epoch: OnEpoch | None = None,
+    members: int | None = None,
+    stale: float = STALE,
+    warn: Callable[[str], None] = warnings.warn,
+) -> list[records.Record]:
+    """Run the members that no other process has taken, until none is left; the records of all that are finished.
+
+    `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
+    postgresql://…). Every process must be given the same trials. Records, those of others included, are added to `out`.
+    """
+    if said := records.mend(out):
+        warn(said)
+    trials = list({key(config(t, arrays)): t for t in trials}.values())
+    board = Board(url, [config(trial, arrays) for trial in trials], stale)
+    with board.alive():
+        while taken := board.take(most_members(device, members)):
+            found = known(out)
+            for k in list(taken):
+                if (record := found.get(key(board.configs[k]))) is not None:
+                    board.finish(k, record)
+                    taken.remove(k)
+            for chunk in chunks([trials[k] for k in taken], arrays, device, members):
+                for record in run_chunk(chunk, arrays, device, on_epoch):
+                    record = records.append(out, record, once=True)
+                    board.finish(board.configs.index(record["config"]), record)
+                    if on_record is not None:
+                        on_record(record)
+    return [records.append(out, record, once=True) for _, record in sorted(board.finished().items())]
+
+
+class Board:
+    """Who has taken which member, kept in the study."""
+
+    def __init__(self, url: str, configs: list[dict], stale: float = STALE) -> None:
+        """Join the study at `url`, or begin it; one that was begun for other configurations is refused."""
+        self.configs, self.stale = [records.plain(c) for c in configs], stale
+        self.held: dict[int, int] = {}  # trial id of each member that this process is running
+        self.lock = threading.Lock()
+        self.optuna, self.storage = open_storage(url)
+        study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
+        mine, theirs = signature(self.configs), study.user_attrs.get(NAME)
+        if theirs is None:
+            study.set_user_attr(NAME, mine)
+            theirs = study.user_attrs[NAME]
+        if theirs != mine:
+            raise UsageError(
+                f"--study {url} holds another sweep ({theirs['members']} members: {theirs['what']}; yours has "
+                f"{mine['members']}: {mine['what']}); give the same options, or another --study"
+            )
+        self.study_id = self.storage.get_study_id_from_name(NAME)
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Tell the others every few seconds that this process lives; give back what it has not finished."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            for trial_id in self.held.values():
+                self._set_state(trial_id, "FAIL")
+            self.held.clear()
+
+    def _beat(self, done: threading.Event) -> None:
+        while not done.wait(self.stale / 6):
+            with self.lock:
+                ids = list(self.held.values())
+            for trial_id in ids:
+                with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
+                    self.storage.set_trial_user_attr(trial_id, "alive", time.time())
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` members that nobody has taken, or whose process is silent; they are this process's now."""
+        taken: list[int] = []
+        while len(taken) < count:
+            if self.storage.get_n_trials(self.study_id) < len(self.configs):
+                trial_id = self._create({})
+                member = self.storage.get_trial_number_from_id(trial_id)
+                if member >= len(self.configs):  # another process was faster
+                    self._set_state(trial_id, "PRUNED")
+                    continue
+            elif (again := self._take_again()) is not None:
+                member, trial_id = again
+            else:
+                break
+            self._describe(trial_id, self.configs[member])
+            with self.lock:
+                self.held[member] = trial_id
+            taken.append(member)
+        return taken
+
+    def finish(self, member: int, record: records.Record) -> None:
+        """Put the record into the study, unless another process has taken the member over meanwhile."""
+        with self.lock:
+            trial_id = self.held.pop(member)
+        with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
+            self.storage.set_trial_user_attr(trial_id, "record", record)
+            self._set_state(trial_id, "COMPLETE", final_loss(record))
+
+    def finished(self) -> dict[int, records.Record]:
+        """The records of all finished members, whoever ran them."""
+        return {k: t.user_attrs["record"] for k, t in self._trials() if t.state.name == "COMPLETE"}
+
+    def _take_again(self) -> tuple[int, int] | None:
+        """A member whose processes have all failed or fallen silent: the first to ask for it in the study gets it."""
+        for member, attempts in self._attempts().items():
+            if any(t.state.name == "COMPLETE" or self._is_alive(t) for t in attempts):
+                continue
+            for t in attempts:
+                self._set_state(t._trial_id, "FAIL")
+            attempt = len(attempts)
+            trial_id = self._create({"member": member, "attempt": attempt})
+            rivals = [t for k, t in self._trials() if k == member and t.user_attrs.get("attempt") == attempt]
+            if min(rivals, key=lambda t: t.number)._trial_id == trial_id:
+                return member, trial_id
+            self._set_state(trial_id, "PRUNED")
+        return None
+
+    def _attempts(self) -> dict[int, list[Any]]:
+        """The trials of each member; lost races, which are pruned, left out."""
+        found: dict[int, list[Any]] = {}
+        for member, trial in self._trials():
+            if trial.state.name != "PRUNED":
+                found.setdefault(member, []).append(trial)
+        return found
+
+    def _trials(self) -> list[tuple[int, Any]]:
+        """Every trial of the study with its member."""
+        trials = self.storage.get_all_trials(self.study_id, deepcopy=False)
+        numbered = [(t.user_attrs.get("member", t.number), t) for t in trials]
+        return [(member, t) for member, t in numbered if member < len(self.configs)]
+
+    def _is_alive(self, trial: Any) -> bool:
+        return trial.state.name == "RUNNING" and time.time() - trial.user_attrs["alive"] <= self.stale
+
+    def _create(self, attributes: dict[str, Any]) -> int:
+        running = self.optuna.trial.TrialState.RUNNING
+        template = self.optuna.trial.create_trial(state=running, user_attrs={"alive": time.time(), **attributes})
+        return int(self.storage.create_new_trial(self.study_id, template_trial=template))
+
+    def _describe(self, trial_id: int, config: dict) -> None:
+        """Let Optuna's own tools see what the trial tries."""
+        rates, seeds = ([c[name] for c in self.configs] for name in ("lr", "seed"))
+        methods = list(dict.fromkeys(c["method"] for c in self.configs))
+        of = self.optuna.distributions
+        spaces = {
+            "lr": of.FloatDistribution(min(rates), max(rates)),
+            "seed": of.IntDistribution(min(seeds), max(seeds)),
+            "method": of.CategoricalDistribution(methods),
+        }
+        for name, space in spaces.items():
+            self.storage.set_trial_param(trial_id, name, space.to_internal_repr(config[name]), space)
+        self.storage.set_trial_user_attr(trial_id, "config", config)
+
+    def _set_state(self, trial_id: int, state: str, value: float | None = None) -> None:
+        """End a trial, unless it has ended already."""
+        with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
+            values = None if value is None else [value]
+            self.storage.set_trial_state_values(trial_id, self.optuna.trial.TrialState[state], values)
+
+
+def signature(configs: Sequence[dict]) -> dict[str, Any]:
+    """What tells one sweep from another: a digest of all configurations, and a few words for people."""
+    text = "\n".join(key(c) for c in configs)
+    what = f"{', '.join(dict.fromkeys(c['method'] for c in configs))} on {configs[0]['data']}"
+    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "members": len(configs), "what": what}
+
+
+def open_storage(url: str) -> tuple[Any, Any]:
+    """Optuna, and the storage behind `url`."""
+    try:
+        optuna, journal = (import_module(name) for name in ("optuna", "optuna.storages.journal"))
+    except ModuleNotFoundError as error:
+        raise UsageError(f'--study needs optuna ({error}): pip install "evenstep[lab]"') from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        if url.startswith("journal://") or ("://" not in url and Path(url).suffix in (".log", ".journal")):
+            backend = journal.JournalFileBackend(url.removeprefix("journal://"))
+            return optuna, optuna.storages.JournalStorage(backend)
+        if "://" in url:
+            return optuna, _database(optuna, url)
+    except Exception as error:  # whatever a driver may raise
+        reason = str(error).strip() or type(error).__name__
+        raise UsageError(f"--study {url} cannot be opened ({reason.splitlines()[0]})") from error
+    raise UsageError(
+        f"--study {url} is no study; give a journal file (journal:///path, or a name that ends in .log or .journal) or "
+        "a database (sqlite:///file.db, postgresql://…)"
+    )
+
+
+def _database(optuna: Any, url: str, tries: int = 5) -> Any:
+    """A storage in a database; tried again, since processes that start together may all try to make its tables."""
+    wait = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    for _ in range(tries - 1):
+        with suppress(import_module("sqlalchemy.exc").DBAPIError):
+            return optuna.storages.RDBStorage(url, engine_kwargs=wait)
+        time.sleep(random.uniform(0.1, 0.5))
+    return optuna.storages.RDBStorage(url, engine_kwargs=wait)

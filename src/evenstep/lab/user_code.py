@@ -1,0 +1,98 @@
+"""A model, and inputs for it, from a file of the user's own: whatever goes wrong there is told with file and line."""
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.lab.usage import UsageError
+
+T = TypeVar("T")
+FORM = "give FILE.py:FUNCTION, the function in the file that builds the model"
+
+
+def load(target: str) -> tuple[nn.Module, ModuleType]:
+    """The model that FILE.py:FUNCTION builds, and the file as a module."""
+    name, colon, function = target.rpartition(":")
+    path = Path(name)
+    if not (colon and function.isidentifier()):
+        raise UsageError(f"{target!r} has no function in it; {FORM}")
+    module = imported(path)
+    if not callable(getattr(module, function, None)):
+        raise UsageError(f"{path} has no function {function!r}; it has: {', '.join(functions(module)) or 'none'}")
+    model = guarded(path, getattr(module, function))
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{target} returned {type(model).__name__}; it should return a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"{target} returned a model without parameters to train")
+    return model, module
+
+
+def imported(path: Path) -> ModuleType:
+    """The file at `path` as a module; files beside it can be imported from it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is {'not a Python file' if path.exists() else 'not there'}; {FORM}")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    sys.path.insert(0, str(path.parent))
+    try:
+        guarded(path, lambda: loader.exec_module(module))
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def inputs(shape: str | None, module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments for the model: random numbers of a shape such as "8x3x32x32", or what the file's `inputs()` returns."""
+    if shape is not None:
+        sizes = shape.lower().split("x")
+        if not all(size.isdigit() and int(size) > 0 for size in sizes):
+            raise UsageError(f"--input must be a shape such as 8x3x32x32; got {shape!r}")
+        return (torch.randn([int(size) for size in sizes]),), {}
+    if not callable(getattr(module, "inputs", None)):
+        return None
+    given = guarded(path, module.inputs)
+    if isinstance(given, dict):
+        return (), given
+    return given if isinstance(given, tuple) else (given,), {}
+
+
+def guarded(path: Path, action: Callable[[], T]) -> T:
+    """Do something of the user's; a failure becomes one line that names the place in their file."""
+    try:
+        return action()
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        place = f"{path}:{line}" if line else str(path)
+        raise UsageError(f"{place}: {type(error).__name__}: {' '.join(text.split())}") from error
+
+
+def functions(module: ModuleType) -> list[str]:
+    """Names of what a module defines itself and can be called."""
+    return [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+
+
+def scalar(output: Any) -> Tensor:
+    """A loss from whatever a model returns: its own `loss` if it has one, else the mean square of its numbers."""
+    if isinstance(own := getattr(output, "loss", None), Tensor):
+        return own
+    found = [t for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise UsageError("the model's output has no tensor that depends on its parameters, so it cannot be trained")
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return [t for item in items for t in _tensors(item)]

@@ -1,0 +1,535 @@
+"""The commands: what they do, how they stop and go on, and one line for whatever cannot be done."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from evenstep.lab import (
+    cli,
+    data,
+    diagnosis,
+    experiments,
+    records,
+    reproduce,
+    reproduction,
+    resumable,
+    study,
+    usage,
+    user_code,
+)
+from evenstep.lab.commands import COMMANDS, sweep
+from evenstep.lab.commands import reproduce as reproduce_command
+from evenstep.lab.models import paper_cnn
+from evenstep.lab.trial import Trial, run
+from small_images import small_arrays
+
+SOURCE = str(Path(cli.__file__).parents[2])
+
+
+def call(*arguments):
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(word) for word in arguments])
+    return caught.value.code
+
+
+def refused(capsys, *arguments):
+    """The one line with which a command is refused."""
+    assert call(*arguments) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("evenstep: "), told
+    return told[0]
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    """A handful of images wherever a command loads data."""
+    monkeypatch.setattr(data, "load", lambda source: small_arrays(count=20, channels=1))
+
+
+# what cannot be done
+
+MODEL = """
+import torch
+from torch import nn
+def build():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+def wrong():
+    return nn.Linear("three", 4)
+def number():
+    return 3
+def empty():
+    return nn.ReLU()
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        raise RuntimeError("not today")
+class Blind(Picky):
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--epochs", "0"], "--epochs must be between 1 and 10000; got 0"),
+        (["demo", "--epochs", "many"], "--epochs must be a whole number; got 'many'"),
+        (["demo", "--epochs"], "--epochs needs a value"),
+        (["demo", "--seed", "-1"], "--seed must be between 0"),
+        (["demo", "--device", "nonsense"], "--device nonsense cannot be used here"),
+        (["demo", "--device", "meta"], "--device meta cannot be used here"),
+        (["demo", "--out", __file__], "cannot be written (File exists); choose another folder"),
+        (["demo", "--out", f"{__file__}/below"], "cannot be written (Not a directory); choose another folder"),
+        (["demo", "--bogus"], "demo does not know '--bogus'; see evenstep demo --help"),
+        (["demo", "--epoch", "3"], "did you mean --epochs?"),
+        (["demo", "extra"], "demo does not know 'extra'"),
+        (["swep"], "no command is called 'swep'; did you mean 'sweep'?"),
+        (["frobnicate"], "there are: demo, reproduce, sweep"),
+        (["sweep", "--methods"], "--methods is empty, so there is nothing to run"),
+        (["sweep", "--stepsizes"], "--stepsizes is empty, so there is nothing to run"),
+        (["sweep", "--seeds"], "--seeds is empty, so there is nothing to run"),
+        (["sweep", "--seeds", "x"], "cannot be read from ['x']"),
+        (["sweep", "--stepsizes", "0.1", "-1"], "--stepsizes takes positive numbers; got '-1'"),
+        (["sweep", "--stepsizes", "nan"], "--stepsizes takes positive numbers; got 'nan'"),
+        (["sweep", "--methods", "adm"], "no method is called 'adm'; did you mean 'adam'?"),
+        (["sweep", "--model", "paper-cnn"], "no network is called 'paper-cnn'; did you mean 'paper_cnn'?"),
+        (["sweep", "--model", "transformer"], "--model transformer cannot be trained on fashion"),
+        (["sweep", "--data", "fashoin"], "did you mean 'fashion'?"),
+        (["sweep", "--batch-size", "0"], "--batch-size must be between 1"),
+        (["sweep", "--options", "momentum"], "--options takes NAME=VALUE"),
+        (["sweep", "--options", "momentun=0.9"], "method sg with {'momentun': 0.9}"),
+        (["sweep", "--model-options", "depth=3"], "--model paper_cnn with {'depth': 3}"),
+        (["train", "--lr", "fast"], "--lr takes positive numbers; got 'fast'"),
+        (["train", "--method", "evenstpe"], "did you mean 'evenstep'?"),
+        (["train", "--data", "/no/such/place"], "--data /no/such/place: no such file or folder"),
+        (["report"], "report needs FOLDER"),
+        (["report", "/no/such/place"], "/no/such/place is not a folder"),
+        (["reproduce"], "name an experiment to reproduce: fig1, fig2"),
+        (["reproduce", "fig9"], "no experiment is called 'fig9'; did you mean 'fig"),
+        (["reproduce", "fig1", "shok"], "did you mean 'shock'?"),
+        (["doctor"], "doctor needs FILE.py:FUNCTION"),
+        (["doctor", "--inptu", "3"], "did you mean --input?"),
+        (["doctor", "model.py"], "'model.py' has no function in it; give FILE.py:FUNCTION"),
+        (["doctor", "no_such_file.py:build"], "no_such_file.py is not there"),
+        (["doctor", ".:build"], ". is not a Python file"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(arguments, message, capsys):
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["demo"], ["sweep"], ["train"], ["reproduce", "fig1"], ["doctor", "m.py:build"]])
+def test_cuda_without_a_gpu_is_refused(command, capsys, tmp_path):
+    out = [] if command[0] == "doctor" else ["--out", tmp_path]
+    assert "try --device cpu" in refused(capsys, *command, "--device", "cuda", *out)
+
+
+@pytest.mark.parametrize("command", [["sweep"], ["train"], ["reproduce", "fig1"]])
+def test_unwritable_out_is_refused(command, capsys, few_images):
+    assert "cannot be written" in refused(capsys, *command, "--out", __file__)
+
+
+def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefghij" * 1000)
+    told = refused(capsys, "sweep", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    assert "a text; try --model transformer" in told
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
+def test_no_command_whatever_it_is_called_ends_in_a_traceback(name):
+    if name not in (*COMMANDS, "-h", "--help"):
+        with pytest.raises(usage.UsageError, match="no command is called"):
+            cli.run([name])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_names_its_flags(command, capsys):
+    assert call(command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: evenstep {command}")
+    if command not in ("report", "doctor"):
+        assert {"--out", "--device", "--seed"} <= set(re.findall(r"--[a-z-]+", shown))
+
+
+def test_help_names_each_command(capsys):
+    assert call("--help") == 0
+    assert set(COMMANDS) <= set(re.findall(r"[a-z]+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_tyro_says_is_read_in_any_terminal(encoding):
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "evenstep", "demo", "--epochs", "many"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "evenstep: --epochs must be a whole number; got 'many'; see evenstep demo --help\n"
+
+
+# sweep
+
+SWEEP = ("sweep", "--methods", "sg", "adam", "--stepsizes", "0.01", "0.1", "--epochs", "1", "--batch-size", "10")
+
+
+def test_sweep_runs_the_grid_and_ends_with_the_report(tmp_path, few_images, capsys):
+    assert call(*SWEEP, "--seeds", "0", "1", "--out", tmp_path) == 0
+    found = [r["config"] for r in records.read(tmp_path / "records.jsonl")]
+    assert {(c["method"], c["lr"], c["seed"]) for c in found} == {
+        (method, lr, seed) for method in ("sg", "adam") for lr in (0.01, 0.1) for seed in (0, 1)
+    }
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}" and "8/8" in shown
+
+
+def test_sweep_runs_only_what_is_missing(tmp_path, few_images, capsys):
+    call(*SWEEP, "--out", tmp_path)
+    before = (tmp_path / "records.jsonl").read_text()
+    assert call(*SWEEP, "--seeds", "0", "1", "--out", tmp_path) == 0
+    after = (tmp_path / "records.jsonl").read_text()
+    assert after.startswith(before) and len(after.splitlines()) == 8
+    assert "4 of 8 runs are in" in capsys.readouterr().out
+
+
+def test_sweep_without_stepsizes_takes_each_methods_own():
+    trials = sweep.grid(sweep.Options(methods=("sg", "adam", "sg")))
+    assert [t.lr for t in trials] == [0.03, 0.1, 0.3, 1.0, 3e-4, 1e-3, 3e-3, 1e-2]
+
+
+def test_options_reach_the_optimizer_and_the_network(tmp_path, few_images):
+    call(*SWEEP, "--options", "weight_decay=0.5", "--model-options", "width=2", "--decay-lr", "--out", tmp_path)
+    config = records.read(tmp_path / "records.jsonl")[0]["config"]
+    assert config["options"] == {"weight_decay": 0.5} and config["model_options"] == {"width": 2}
+    assert config["decay_lr"] is True
+
+
+def test_a_study_runs_the_same_trials(tmp_path, few_images, monkeypatch):
+    seen = {}
+
+    def shared(url, trials, arrays, out, *, device, on_record, on_epoch, warn):
+        seen.update(url=url, trials=trials, out=out)
+        for trial in trials:
+            record = run(trial, arrays, device)
+            records.append(out, record)
+            on_record(record)
+        return []
+
+    monkeypatch.setattr(study, "run", shared)
+    assert call(*SWEEP, "--study", "journal.log", "--out", tmp_path) == 0
+    assert seen["url"] == "journal.log" and len(seen["trials"]) == 4 and seen["out"] == tmp_path / "records.jsonl"
+
+
+def image_folder(path):
+    """A few images as files."""
+    for k, part in enumerate(["train/a", "train/b", "val/a", "val/b"]):
+        (path / part).mkdir(parents=True)
+        for n in range(8):
+            pixels = torch.randint(0, 256, (32, 32, 3), generator=torch.Generator().manual_seed(8 * k + n))
+            Image.fromarray(pixels.byte().numpy()).save(path / part / f"{n}.png")
+    return path
+
+
+def test_a_study_of_another_configuration_is_refused(tmp_path, few_images, capsys):
+    pytest.importorskip("optuna")
+    study_of = ("--study", f"sqlite:///{tmp_path}/study.db")
+    assert call(*SWEEP, *study_of, "--out", tmp_path / "a") == 0
+    assert call(*SWEEP, *study_of, "--out", tmp_path / "b") == 0  # all is done, and in the study
+    assert len(records.read(tmp_path / "b" / "records.jsonl")) == 4
+    capsys.readouterr()
+    assert "holds another sweep" in refused(capsys, *SWEEP, "--seeds", "7", *study_of, "--out", tmp_path / "c")
+
+
+def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
+    images, out = image_folder(tmp_path / "images"), tmp_path / "out"
+    words = ["sweep", "--out", str(out), "--data", str(images), "--epochs", "40", "--methods", "sg", "--seeds"]
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "evenstep", *words, *map(str, range(100))]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    file, until = out / "records.jsonl", time.monotonic() + 60
+    while not (file.exists() and file.read_text().count("\n")) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown = process.communicate(timeout=60)[0]
+    kept = file.read_text()
+    assert process.returncode == 130 and "Stopped" in shown and (out / "report.html").exists()
+    assert 1 <= len([json.loads(line) for line in kept.splitlines()]) < 400
+    assert call(*words, "0") == 0 and file.read_text().startswith(kept)
+    first = [r["config"] for r in records.read(file) if r["seed"] == 0]
+    assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
+
+
+def test_a_line_that_was_not_written_whole_is_mended_and_told(tmp_path, few_images, capsys):
+    call(*SWEEP, "--out", tmp_path)
+    file = tmp_path / "records.jsonl"
+    file.write_text(file.read_text()[:-50])
+    assert call(*SWEEP, "--out", tmp_path) == 0
+    assert len(records.read(file)) == 4
+    shown = capsys.readouterr().out
+    assert "was not written whole" in shown and "3 of 4 runs are in" in shown
+
+
+def test_a_broken_line_in_the_middle_is_refused(tmp_path, few_images, capsys):
+    (tmp_path / "records.jsonl").write_text("nonsense\n{}\n")
+    assert "records.jsonl, line 1: not a record" in refused(capsys, *SWEEP, "--out", tmp_path)
+
+
+# train
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("method", ["evenstep", "sg", "batch-norm", "whitened-adam"])
+def test_training_that_is_interrupted_goes_on_bit_for_bit(method, tmp_path):
+    trial = Trial(method, 0.05, epochs=4, batch_size=6, augment=True, decay_lr=True)
+    arrays = small_arrays(count=20, channels=1)
+    whole = resumable.Training(trial, arrays)
+    resumable.run(whole, tmp_path / "whole.pt", lambda row: None)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        raise Stop
+
+    for _ in range(4):
+        torch.manual_seed(99)
+        part = resumable.Training(trial, arrays)
+        resumable.go_on(part, tmp_path / "parts.pt")
+        with pytest.raises(Stop):
+            resumable.run(part, tmp_path / "parts.pt", stop)
+    assert part.done and without_times(part.rows) == without_times(whole.rows)
+    for p, q in zip(part.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("method", ["evenstep", "sg"])
+def test_training_equals_a_run_of_a_sweep(method):
+    trial = Trial(method, 0.05, epochs=2, batch_size=6, decay_lr=True)
+    arrays = small_arrays(count=20, channels=1)
+    training = resumable.Training(trial, arrays)
+    rows = [training.epoch(), training.epoch()]
+    record = run(trial, arrays)
+    assert training.config == record["config"]
+    shared = record["metrics"][0].keys() - {"seconds"}
+    assert [{k: r[k] for k in shared} for r in rows] == [{k: r[k] for k in shared} for r in record["metrics"]]
+
+
+@pytest.mark.slow
+def test_train_under_torchrun_is_one_training(tmp_path):
+    images, environment = (
+        image_folder(tmp_path / "images"),
+        {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+    )
+    words = ["train", "--method", "sg", "--lr", "0.1", "--epochs", "2", "--batch-size", "4", "--data", str(images)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "evenstep", *words]
+    for _ in range(2):  # the second time all is done
+        command = [*launch, "--out", str(tmp_path / "two")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.count("Report: ") == 1
+    assert call(*words, "--out", tmp_path / "one") == 0
+    [two], [one] = (records.read(tmp_path / name / "records.jsonl") for name in ("two", "one"))
+    assert two["environment"]["processes"] == 2 and two["config"] == one["config"]
+    losses = [[row["train_loss"] for row in record["metrics"]] for record in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, capsys):
+    command = ("train", "--epochs", "2", "--batch-size", "10", "--out", tmp_path)
+    assert call(*command) == 0 and call(*command) == 0
+    [record] = records.read(tmp_path / "records.jsonl")
+    assert record["config"]["method"] == "evenstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
+
+
+def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):
+    real = resumable.save
+
+    def save(*arguments):
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable, "save", save)
+        assert call("train", "--epochs", "3", "--out", tmp_path) == 130
+    assert "1 of 3 epochs are kept" in capsys.readouterr().out
+    assert call("train", "--epochs", "3", "--out", tmp_path) == 0
+    assert len(records.read(tmp_path / "records.jsonl")[0]["metrics"]) == 3
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, few_images, capsys):
+    call("train", "--epochs", "1", "--out", tmp_path)
+    capsys.readouterr()
+    told = refused(capsys, "train", "--epochs", "1", "--lr", "0.1", "--out", tmp_path)
+    assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", None])
+def test_a_damaged_checkpoint_is_refused(content, tmp_path, few_images, capsys):
+    path = tmp_path / "checkpoint.pt"
+    if content is None:
+        torch.save({"something": "else"}, path)
+    else:
+        path.write_bytes(content)
+    assert f"{path} is not a checkpoint" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
+
+
+def test_a_run_that_diverges_ends_early(tmp_path, few_images):
+    assert call("train", "--method", "sg", "--lr", "1e30", "--epochs", "9", "--out", tmp_path) == 0
+    rows = records.read(tmp_path / "records.jsonl")[0]["metrics"]
+    assert rows[-1]["diverged"] and len(rows) < 9
+
+
+# report
+
+
+def test_report_tells_of_faults_and_goes_on(tmp_path, capsys):
+    (tmp_path / "records.jsonl").write_text("nonsense\n")
+    assert call("report", tmp_path) == 0
+    told = capsys.readouterr()
+    assert "records.jsonl, line 1: not a record" in told.err and told.out == f"Report: {tmp_path / 'report.html'}\n"
+
+
+def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
+    assert "has no *.jsonl records" in refused(capsys, "report", tmp_path)
+
+
+# reproduce
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("fig2", "fig1", "fig2"), ["fig2", "fig1"]),
+        (("all",), list(experiments.EXPERIMENTS)),
+        (("fig1", "all"), list(experiments.EXPERIMENTS)),
+    ],
+)
+def test_experiments_are_run_once_each(given, expected):
+    assert reproduce_command.chosen(given) == expected
+
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Experiments of an instant: fig1 adds a record and has one claim; `left` and `raises` say how the run ends."""
+
+    class Claim:
+        section, text = "§1", "It works."
+
+        def judge(self, found):
+            return (True, f"{len(found)} record")
+
+    ends = {"left": [], "raises": None}
+
+    def reproduce_all(names, options, out, device, budget_s, progress):
+        progress("fig1", 0, 1)
+        if options.quick:
+            records.append(out / "fig1.jsonl", {"config": {"name": "fig1", "seed": options.seed}, "metrics": []})
+        if ends["raises"] is not None:
+            raise ends["raises"]
+        return ends["left"]
+
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fig1": SimpleNamespace(CLAIMS=[Claim()])})
+    monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
+    monkeypatch.setattr(reproduction, "write", lambda source, target: [])
+    return ends
+
+
+def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, instant, capsys):
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "fig1: It works. (§1)\n  held. 1 record\n" in shown
+    assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
+    assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])
+def test_reproduce_that_ends_early_says_how_to_go_on(change, code, tmp_path, instant, capsys):
+    instant.update(change)
+    assert call("reproduce", "fig1", "--out", tmp_path) == code
+    assert "the same command goes on with the rest" in capsys.readouterr().out
+
+
+# doctor
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_doctor_shows_coverage_memory_and_time(model_file, capsys):
+    assert call("doctor", f"{model_file}:build", "--input", "4x3x8x8") == 0
+    shown = capsys.readouterr().out
+    for text in ("0.weight   Conv2d       whitened", "no whitened form for BatchNorm2d", "3,130 parameters train"):
+        assert text in shown
+    floats = {m[0].strip(): float(m[1]) for m in re.findall(r"│ ([A-Za-z ]+?) +│ +([\d.]+) │", shown)}
+    assert floats["SGD with momentum"] == 1.0 and floats["AdamW"] == 2.0 and 1.0 < floats["EvenStep"] < 2.0
+    assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
+
+
+def test_doctor_without_input_bounds_the_arithmetic(model_file, capsys):
+    assert call("doctor", f"{model_file}:build") == 0
+    shown = capsys.readouterr().out
+    assert "add at most about 5.00%" in shown and "give --input SHAPE" in shown
+
+
+def test_doctor_takes_inputs_from_the_file(model_file, capsys):
+    model_file.write_text(MODEL + "\ndef inputs():\n    return {'input': torch.zeros(2, 3, 8, 8)}\n")
+    assert call("doctor", f"{model_file}:build") == 0 and "Time: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "message"),
+    [
+        ("wrong", [], "model.py:7: TypeError: "),
+        ("number", [], "returned int; it should return a torch.nn.Module"),
+        ("empty", [], "returned a model without parameters to train"),
+        ("missing", [], "model.py has no function 'missing'; it has: build, wrong"),
+        ("build", ["--input", "3xtwo"], "--input must be a shape such as 8x3x32x32; got '3xtwo'"),
+        ("build", ["--input", "4x3x9x9"], "model.py: RuntimeError: "),
+        ("Picky", ["--input", "2x4"], "model.py:17: RuntimeError: not today"),
+        ("Blind", ["--input", "2x4"], "no tensor that depends on its parameters"),
+    ],
+)
+def test_faults_of_the_users_file_are_one_line_with_their_place(function, more, message, model_file, capsys):
+    assert message in refused(capsys, "doctor", f"{model_file}:{function}", *more)
+
+
+def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys):
+    model_file.write_text("import torch\n\ndef build(:\n    pass\n")
+    assert "model.py:3: SyntaxError: " in refused(capsys, "doctor", f"{model_file}:build")
+    model_file.write_text("import torch\nimport no_such_module\n")
+    assert "model.py:2: ModuleNotFoundError: " in refused(capsys, "doctor", f"{model_file}:build")
+
+
+def test_doctor_counts_what_a_step_does():
+    model = paper_cnn(channels=1)
+    coverage = __import__("evenstep").EvenStep(model).coverage()
+    x = torch.randn(4, 1, 32, 32)
+    found = diagnosis.cost(model, coverage, lambda it: user_code.scalar(it(x)))
+    inputs = 4 * (32 * 32 + 6 * 14 * 14 + 400 + 120 + 84)
+    assert found.read == 4 * inputs and found.added == diagnosis.SUMS * inputs
+    weights = {"0": 28 * 28, "3": 10 * 10, "7": 1, "9": 1, "11": 1}
+    macs = 4 * sum(model.get_submodule(k).weight.numel() * places for k, places in weights.items())
+    first = 4 * model[0].weight.numel() * 28 * 28  # whose input needs no gradient
+    assert found.flops == 2 * (3 * macs - first)
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,549 @@
+"""The paper's experiments: each one's quick run from end to end, resumption, and the mathematics in them."""
+
+import copy
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import evenstep
+from evenstep.lab import records, reproduce, reproduction
+from evenstep.lab.experiments import EXPERIMENTS, Options, coupling, fig1, fig2, fig3, l2, scale, shock, tuning
+from evenstep.lab.experiments.common import Verdict, below, finished, images, joined, judged
+from evenstep.lab.methods import METHODS
+from evenstep.lab.models import L2Term, alexnet, paper_cnn
+from evenstep.lab.usage import UsageError
+
+QUICK = Options(quick=True)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A folder with the records of every experiment's quick run."""
+    out = tmp_path_factory.mktemp("records")
+    assert reproduce.reproduce(["all"], QUICK, out) == []
+    return out
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quick_run_gives_records_a_figure_a_table_and_a_verdict(quick, name):
+    experiment, found = EXPERIMENTS[name], finished(quick / f"{name}.jsonl")
+    assert found and all(json.dumps(r, allow_nan=False) for r in found)
+    held, text = experiment.verdict(found)
+    assert held in (True, False, None) and len(text) > 40
+    assert all(claim.judge(found).text in text for claim in experiment.CLAIMS)
+    assert all(claim.section in experiment.CLAIM for claim in experiment.CLAIMS)
+    head, *rows = experiment.table(found)
+    assert rows and all(len(row) == len(head) for row in rows)
+    axes = experiment.plot(found).axes
+    assert all(panel.lines or panel.collections for panel in axes)
+
+
+@pytest.mark.parametrize("name", ["fig1", "l2", "fig3", "coupling", "shock"])
+def test_a_second_run_adds_nothing(quick, name):
+    path = quick / f"{name}.jsonl"
+    before = path.read_bytes()
+    again = EXPERIMENTS[name].run(QUICK, path)
+    assert path.read_bytes() == before
+    there = [records.dumps(r) for r in finished(path)]
+    assert again and all(records.dumps(r) in there for r in again)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["coupling", "shock"])
+def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
+    path, whole = tmp_path / "records.jsonl", finished(quick / f"{name}.jsonl")
+    calls = []
+
+    def stop_at_second(*what):
+        calls.append(what)
+        if len(calls) == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        EXPERIMENTS[name].run(QUICK, path, "cpu", stop_at_second)
+    part = finished(path)
+    assert 0 < len(part) < len(whole)
+    with path.open("ab") as file:
+        file.write(b'{"config": {"half a rec')
+    EXPERIMENTS[name].run(QUICK, path)
+    now = finished(path)
+    assert now[: len(part)] == part and len(now) == len(whole)
+    drop = ("seconds",)
+    for one, other in zip(now, whole, strict=True):
+        assert one["config"] == other["config"]
+        rows = [[{k: v for k, v in row.items() if k not in drop} for row in r["metrics"]] for r in (one, other)]
+        assert rows[0] == rows[1]
+
+
+def test_l2_borrows_what_figure_2_has_run(quick, tmp_path):
+    """Every run without L2 that figure 2 has is taken over, once; those with L2 are its own."""
+    shared = [
+        r for c in (fig2.BATCH_NORM, fig2.WHITENING, fig2.GUARDED) for r in c.mine(finished(quick / "fig2.jsonl"))
+    ]
+    found = finished(quick / "l2.jsonl")
+    assert shared and all(r in found for r in shared)
+    assert len({records.dumps(r["config"]) for r in found}) == len(found)
+    assert any(tuning.strength(r) for r in found)
+
+
+def test_records_of_other_data_are_refused(tmp_path):
+    path = tmp_path / "l2.jsonl"
+    records.append(path, records.make({"method": "sg", "data": "something else"}, 0, []))
+    with pytest.raises(UsageError, match=r"l2\.jsonl holds records on something else, this run is on Fashion"):
+        l2.run(QUICK, path)
+
+
+def test_images_are_the_ones_that_the_experiment_wants(tmp_path, monkeypatch):
+    from test_lab_data import write_cifar, write_idx, write_images, write_text
+
+    monkeypatch.setenv("EVENSTEP_CACHE", str(tmp_path / "cache"))
+    assert "320 of 4,000" in images(QUICK).name and len(images(Options()).train_y) == 4000
+    for folder in (tmp_path / "beside", tmp_path / "same"):
+        write_cifar(folder / "cifar-10-batches-py")
+        write_images(folder if folder.name == "same" else folder / "zoo")
+        options = Options(data=folder, data_name="mine")
+        assert images(options).name == "mine"
+        assert images(options, many=True).classes == ("ape", "bee")
+    write_idx(tmp_path / "idx")
+    assert images(Options(data=tmp_path / "idx"), many=True).name == "Fashion-MNIST"
+    with pytest.raises(UsageError, match="the experiments need images; this is a text"):
+        images(Options(data=write_text(tmp_path / "play.txt")))
+    with pytest.raises(UsageError, match="nothing known is there"):
+        images(Options(data=tmp_path / "cache"))
+
+
+# budget, names, command line
+
+
+def test_the_clock_begins_nothing_that_would_end_too_late(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
+    seen = []
+    clock = reproduce.Clock(100, lambda *what: seen.append(what))
+    for moment in (0, 10, 50, 60):  # the longest piece takes 40
+        now[0] = moment
+        clock("piece", 0, 1)
+    now[0] = 61
+    with pytest.raises(reproduce.OutOfTime):
+        clock("piece", 0, 1)
+    assert len(seen) == 4
+
+
+def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
+    def slow(name):
+        def run(options, out, device, progress):
+            progress(name, 0, 1)
+            now[0] += 30
+            records.append(out, records.make({"name": name}, 0, []))
+
+        return run
+
+    now = [0.0]
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
+    for name in EXPERIMENTS:
+        monkeypatch.setattr(EXPERIMENTS[name], "run", slow(name))
+    left = reproduce.reproduce(["all"], QUICK, tmp_path, budget_s=100)
+    assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_experiments_are_chosen_by_name():
+    assert reproduce.chosen(["shock", "fig1", "shock"]) == ["fig1", "shock"]
+    assert reproduce.chosen(["all"]) == list(EXPERIMENTS)
+    with pytest.raises(UsageError, match="no experiment 'fig4'; did you mean fig3"):
+        reproduce.chosen(["fig4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["figg1"], "no experiment 'figg1'; did you mean fig1?"),
+        (["fig1", "--out", __file__], "cannot be written"),
+        (["fig1", "--device", "nonsense"], "--device nonsense cannot be used here"),
+        (["fig2", "--data", "fashoin"], "did you mean 'fashion'?"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
+    arguments += [] if "--out" in arguments else ["--out", str(tmp_path)]
+    assert reproduce.main([*arguments, "--device", "cpu"] if "--device" not in arguments else arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_reproducing_needs_torch_numpy_and_pillow_alone(tmp_path):
+    """In a fresh interpreter in which everything else of the lab is missing."""
+    program = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"rich", "tyro", "matplotlib", "jinja2", "optuna", "tensorboard"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from evenstep.lab import reproduce
+sys.exit(reproduce.main(["fig1", "shock", "--quick", "--device", "cpu", "--out", sys.argv[1]]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(reproduce.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fig1: held." in done.stdout and "shock: " in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fig1.jsonl", "shock.jsonl"]
+
+
+# the page
+
+
+def test_the_page_has_every_claim_and_every_figure(quick, tmp_path, capsys):
+    assert reproduction.main([str(quick), str(tmp_path / "docs")]) == 0
+    page, *figures = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    text = page.read_text()
+    for name, experiment in EXPERIMENTS.items():
+        assert f"figures/{name}.svg" in text and experiment.SETTING in text
+        for claim in experiment.CLAIMS:
+            assert claim.text in text and claim.section in text
+    assert "**Quick runs**" in text and "Not run yet" not in text
+    assert [f.stem for f in figures] == list(EXPERIMENTS)
+    assert all(ElementTree.parse(f).getroot().tag.endswith("svg") for f in figures)
+
+
+def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(quick, tmp_path):
+    source = tmp_path / "records"
+    source.mkdir()
+    (source / "fig1.jsonl").write_bytes((quick / "fig1.jsonl").read_bytes())
+    files = reproduction.write(source, tmp_path / "docs")
+    before = [f.read_bytes() for f in files]
+    assert before == [f.read_bytes() for f in reproduction.write(source, tmp_path / "docs")]
+    text = files[0].read_text()
+    assert "Not run yet: fig2, l2, scale, fig3, coupling, shock." in text and "Quick" not in text
+    with pytest.raises(UsageError, match="no records of fig1"):
+        reproduction.write(tmp_path / "docs", tmp_path / "docs")
+
+
+def test_markdown_tables_survive_bars():
+    assert reproduction.markdown([["a", "b"], ["1|2", "x\ny"]]) == "| a | b |\n| --- | --- |\n| 1\\|2 | x y |\n"
+
+
+# figure 1: closed forms
+
+
+def test_gradient_and_newton_direction_of_the_benign_function():
+    w = torch.tensor([1.3, -0.8], dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(fig1.value(w), w)
+    hessian = torch.autograd.functional.hessian(fig1.value, w.detach())
+    torch.testing.assert_close(fig1.gradient(w.detach()), grad)
+    torch.testing.assert_close(fig1.natural(w.detach()), torch.linalg.solve(hessian, grad))
+    assert math.isfinite(fig1.value(torch.tensor([0.0, 1000.0])))
+
+
+def test_trajectories_against_closed_forms():
+    """SG's and Newton's w₁ shrink geometrically; eqs. 9 and 10 take steps of length η in the metric."""
+    paths = {name: fig1.trajectory(name, 8) for name in fig1.METHODS}
+    sg, newton, whole, blocks = paths.values()
+    for t in range(9):
+        assert sg[t]["w1"] == pytest.approx(3 * 0.7**t)
+        assert newton[t]["w1"] == pytest.approx(3 * 0.97**t)
+    assert newton[1]["w2"] == pytest.approx(3 - 0.03 * math.sinh(6) / 2)  # sinh·cosh(3) = sinh(6)/2 = 100.86
+    for path, per_block in ((whole, False), (blocks, True)):
+        for now, then in itertools.pairwise(path):
+            first, second = then["w1"] - now["w1"], (then["w2"] - now["w2"]) / math.cosh(now["w2"])
+            if per_block:
+                assert (abs(first), abs(second)) == pytest.approx((0.3, 0.3))
+            else:
+                assert math.hypot(first, second) == pytest.approx(0.3)
+
+
+def test_figure_1_says_what_the_paper_prints(quick):
+    held, text = fig1.verdict(finished(quick / "fig1.jsonl"))
+    assert held and "27°" in text and "43°" in text and "(2.91, -0.03)" in text and "33 times" in text
+
+
+# the coupling of App. D
+
+
+def test_coupling_formula_is_the_mean_over_all_batches():
+    """Every batch of 3 out of 5 equally likely examples, with its own mean and with the exact one."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 2, generator=generator, dtype=torch.float64).exp()
+    g = torch.sin(x @ torch.randn(2, 3, generator=generator, dtype=torch.float64)) + 0.2
+    alpha2, beta2 = torch.tensor([0.7, 2.0]).double(), torch.tensor([1.0, 3.0, 0.5]).double()
+    off = []
+    for rows in itertools.product(range(5), repeat=3):
+        bx, bg = x[list(rows)], g[list(rows)]
+        own = coupling.bias_step(bx, bg, bx.mean(0), alpha2, beta2)
+        off.append(own - coupling.bias_step(bx, bg, x.mean(0), alpha2, beta2))
+    truth = torch.stack(off).mean(0)
+    torch.testing.assert_close(coupling.formula(x, g, 3, alpha2, beta2), truth)
+    assert truth.abs().min() > 1e-3
+
+
+def test_bias_step_is_eq_3_written_out():
+    x, g = torch.rand(6, 2).double(), torch.randn(6, 3).double()
+    mu, alpha2, beta2 = torch.rand(2).double(), torch.rand(2).double(), torch.rand(3).double()
+    for j in range(3):
+        weights = [beta2[j] * alpha2[i] * (g[:, j] * (x[:, i] - mu[i])).mean() for i in range(2)]
+        wanted = beta2[j] * g[:, j].mean() - mu[0] * weights[0] - mu[1] * weights[1]
+        torch.testing.assert_close(coupling.bias_step(x, g, mu, alpha2, beta2)[j], wanted)
+
+
+def test_sampled_bias_meets_the_formula_and_is_judged():
+    rows = coupling.bias(4, 400_000, seed=1)
+    record = {"config": {"part": "bias", "batch": 4}, "metrics": rows}
+    assert coupling.measured([record]).held
+    wrong = copy.deepcopy(record)
+    wrong["metrics"][0]["formula"] *= -3
+    assert coupling.measured([wrong]).held is False
+
+
+# methods made for these experiments
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def one_step(model, optimizer, x, y, extra=0.0):
+    optimizer.zero_grad()
+    (functional.cross_entropy(model(x), y) + extra).backward()
+    optimizer.step()
+
+
+def test_own_batch_moments_are_those_of_a_first_step():
+    model = small_net()
+    optimizer = METHODS["whitening-own"].optimizer(model, lr=0.1)
+    batches = [(torch.rand(8, 4).double() + k, torch.randint(3, (8,))) for k in range(3)]
+    for x, y in batches:
+        twin = copy.deepcopy(model)
+        one_step(twin, evenstep.WhitenedSGD(twin, lr=0.1), x, y)
+        one_step(model, optimizer, x, y)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def penalty(params, l2):
+    return 0.5 * l2 * sum((p**2).sum() for p in params if p.dim() > 1)
+
+
+def test_l2_is_a_term_of_the_loss():
+    twin = small_net()
+    model = small_net().append(nn.Identity())
+    model[-1] = L2Term(model, 0.3)
+    with_term, plain = evenstep.WhitenedSGD(model, lr=0.1), evenstep.WhitenedSGD(twin, lr=0.1)
+    for k in range(3):
+        x, y = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
+        one_step(model, with_term, x, y)
+        one_step(twin, plain, x, y, penalty(twin.parameters(), 0.3))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert torch.equal(model.eval()(x), twin(x))
+
+
+def test_l2_acts_on_a_copy_and_under_function_transforms():
+    """Ensembles deep-copy networks and call them on other weights."""
+    model = copy.deepcopy(paper_cnn(1, l2=0.1))
+    weights = {name: torch.randn(2, *p.shape) for name, p in model.named_parameters()}
+    x, y = torch.randn(4, 1, 32, 32), torch.randint(10, (4,))
+
+    def loss(params):
+        return functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    found = torch.func.vmap(torch.func.grad(loss))(weights)
+    model.eval()  # without the term
+    for k in range(2):
+        params = {name: w[k].clone().requires_grad_() for name, w in weights.items()}
+        wanted = torch.autograd.grad(loss(params) + penalty(params.values(), 0.1), list(params.values()))
+        for name, grad in zip(params, wanted, strict=True):
+            torch.testing.assert_close(found[name][k], grad, rtol=1e-3, atol=1e-4)
+
+
+def test_alexnet_has_eight_layers():
+    model = alexnet(3, width=4, classes=7)
+    assert [p.shape[0] for p in model.parameters() if p.dim() > 1] == [4, 12, 24, 16, 16, 64, 64, 7]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+# tuning, with trainings that are made up
+
+
+def made_up(contender, lr, seed, loss, **config):
+    settings = {"options": contender.options, "model_options": {}, "epochs": 4, "data": "none", **config}
+    row = {"epoch": 4, "train_loss": loss, "diverged": loss is None, "test_accuracy": 0.5, "dead_share": 0.0}
+    return {"config": {"method": contender.method, "lr": lr, **settings}, "seed": seed, "metrics": [row]}
+
+
+def valley(best):
+    """A sweep whose losses are lowest at `best`, and which diverges ten times above it."""
+
+    def sweep(trials, arrays, out, *, device, on_record=None):
+        contender = tuning.Contender("", trials[0].method, ()) if trials else None
+        losses = [None if t.lr > 10 * best else 0.1 + math.log10(t.lr / best) ** 2 for t in trials]
+        return [made_up(contender, t.lr, t.seed, loss) for t, loss in zip(trials, losses, strict=True)]
+
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("best", "growth", "rates"),
+    [
+        (1.0, 3, {0.5, 1.0, 2.0}),
+        (8.0, 3, {0.5, 1.0, 2.0, 4.0, 8.0, 16.0}),
+        (0.25, 3, {0.125, 0.25, 0.5, 1.0, 2.0}),
+        (0.001, 2, {0.125, 0.25, 0.5, 1.0, 2.0}),
+        (8.0, 0, {0.5, 1.0, 2.0}),
+    ],
+)
+def test_a_grid_grows_until_the_best_lies_inside(monkeypatch, best, growth, rates):
+    monkeypatch.setattr(tuning, "sweep", valley(best))
+    contender, plan = tuning.Contender("SG", "sg", (0.5, 1.0, 2.0)), tuning.Plan(seeds=3, growth=growth)
+    found = tuning.tuned([contender], plan, images(QUICK), Path("none"), device="cpu", progress=lambda *_: None, seed=7)
+    assert {r["config"]["lr"] for r in found if r["seed"] == 7} == rates
+    others = {(r["seed"], r["config"]["lr"]) for r in found if r["seed"] != 7}
+    chosen = tuning.best_rate(found)
+    assert others == {(8, chosen), (9, chosen)}
+    assert chosen == (best if best in rates else min(rates, key=lambda lr: abs(math.log(lr / best))))
+    assert [r["seed"] for r in tuning.at_best(found, contender)] == [7, 8, 9]
+
+
+def test_a_thin_plan_takes_the_middle():
+    assert tuning.Plan(thin=2).grid(tuning.Contender("", "sg", (1.0, 2.0, 3.0, 4.0))) == (2.0, 3.0)
+
+
+def test_failures_are_those_above_the_best_stepsize():
+    found = [
+        made_up(fig2.SG, lr, 0, loss) for lr, loss in ((0.01, 2.5), (0.1, 0.5), (0.2, 0.7), (0.4, None), (0.8, 9.0))
+    ]
+    assert tuning.first_failure(found, fig2.SG) == 0.4
+    assert tuning.first_failure(found[:3], fig2.SG) is None and tuning.first_failure([], fig2.SG) is None
+    assert tuning.rates_table(found, [fig2.SG])[1] == ["SG", "0.1", "1", "0.500", "0.500", "0.0 %", "0.4"]
+
+
+# verdicts, on made-up records
+
+
+@pytest.mark.parametrize(
+    ("sg", "fan_in", "held"),
+    [((0.7, 0.8), (0.5, 0.6), True), ((0.5, 0.6), (0.7, 0.8), False), ((0.5, 0.7), (0.6, 0.8), None)],
+)
+def test_figure_2_left_is_decided_by_all_seeds(sg, fan_in, held):
+    pairs = ((fig2.SG, sg), (fig2.FAN_IN, fan_in))
+    found = [made_up(c, 0.1, seed, loss) for c, losses in pairs for seed, loss in enumerate(losses)]
+    assert fig2.left(found).held is held
+
+
+@pytest.mark.parametrize(("whitening", "held"), [(0.1, True), (0.4, None), (0.6, False)])
+def test_figure_2_right_wants_half_of_the_loss(whitening, held):
+    found = [made_up(fig2.BATCH_NORM, 0.1, 0, 0.5), made_up(fig2.WHITENING, 0.1, 0, whitening)]
+    found.append(made_up(fig2.GUARDED, 0.1, 0, 0.01))  # not the paper's, so without a say
+    assert fig2.right(found).held is held
+
+
+@pytest.mark.parametrize(("at", "loss", "held"), [(2e-4, None, True), (2e-4, 0.5, None), (1e-2, None, False)])
+def test_canonical_scaling_must_fail_soon_to_fail_with_little_warning(at, loss, held):
+    found = [made_up(fig2.SG, 0.1, 0, 0.9), made_up(fig2.CANONICAL, 1e-4, 0, 0.3), made_up(fig2.CANONICAL, at, 0, loss)]
+    assert fig2.canonical(found).held is held
+
+
+def test_scaling_claims_are_about_the_two_sets():
+    def on(epochs, **losses):
+        return [made_up(getattr(scale, name), 0.1, 0, loss, epochs=epochs) for name, loss in losses.items()]
+
+    small, whole = on(40, SG=2.0, BATCH_NORM=1.5, WHITENING=1.0), on(4, SG=3.0, WHITENING=4.0)
+    assert scale.few(small + whole).held is True and scale.many(small + whole).held is True
+    better = on(4, SG=3.0, WHITENING=2.5)
+    assert scale.many(small + better).held is False
+    assert scale.few(on(40, SG=2.0, BATCH_NORM=0.5, WHITENING=1.0) + whole).held is False
+
+
+def l2_run(contender, seed, accuracies):
+    rows = [
+        {"epoch": k + 1, "train_loss": 0.5, "diverged": False, "test_accuracy": a, "dead_share": 0.0}
+        for k, a in enumerate(accuracies)
+    ]
+    network = {"l2": contender.l2} if contender.l2 else {}
+    config = {"method": contender.method, "lr": 0.2, "options": contender.options, "model_options": network}
+    return {"config": config, "seed": seed, "metrics": rows}
+
+
+def l2_records(penalized):
+    found = [l2_run(l2.BATCH_NORM, seed, (0.5, 0.65, 0.66)) for seed in (0, 1)]
+    found += [l2_run(l2.with_l2(l2.WHITENING, 0.01), seed, penalized) for seed in (0, 1)]
+    return [*found, l2_run(l2.WHITENING, 0, (0.5, 0.6)), l2_run(l2.with_l2(l2.WHITENING, 0.001), 0, (0.1, 0.2, 0.3))]
+
+
+def test_l2_recovers_what_batch_norm_has():
+    held, text = l2.recovered(l2_records((0.5, 0.6, 0.655)))
+    assert held and "λ = 0.01" in text
+    assert l2.recovered(l2_records((0.5, 0.6, 0.64))).held is False
+
+
+def test_l2_rates_are_compared_where_they_were_measured():
+    assert l2.rates(l2_records((0.5, 0.65, 0.66))).held is True
+    assert l2.rates(l2_records((0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.66))).held is False
+    assert l2.rates(l2_records((None, None, 0.66))).held is None
+
+
+def test_l2_strengths_grow_as_stepsizes_do():
+    def swept(**accuracy):
+        return [l2_run(l2.with_l2(l2.WHITENING, float(s)), 0, (a,)) for s, a in accuracy.items()]
+
+    assert l2.next_strength(swept(**{"0.01": 0.5, "0.1": 0.6})) == 1.0
+    assert l2.next_strength(swept(**{"0.01": 0.5, "0.1": 0.6, "1.0": 0.4})) is None
+
+
+def test_figure_3_is_judged_by_loss_and_by_seconds():
+    def run(name, loss, seconds):
+        rows = [{"epoch": k, "seconds": seconds, "swept_loss": loss} for k in (1, 2)]
+        return {"config": {"name": name, "then": None, "first": {"lr": 1.0}}, "metrics": rows}
+
+    def all_of(loss, seconds):
+        others = [run(name, 9.0, 9.0) for name in list(fig3.AFTERWARDS)[1:]]
+        return [run(fig3.BATCH_NORM[0], 1.0, 1.0), run(next(iter(fig3.AFTERWARDS)), loss, seconds), *others]
+
+    assert fig3.per_epoch(all_of(1.04, 2.0)).held is True and fig3.per_second(all_of(1.04, 2.0)).held is False
+    assert fig3.per_epoch(all_of(1.2, 0.5)).held is False and fig3.per_second(all_of(1.2, 0.5)).held is True
+    assert fig3.per_epoch(all_of(1.0, 1.0)[:2]).held is None
+
+
+def test_shock_claims_are_about_unguarded_whitening():
+    def run(name, kappa, **summary):
+        row = {"mean_loss": 0.5, "dead_units": 0.0, "grown_at_once": 0, "grown_on_average": 0.1, **summary}
+        return {"config": {"name": name, "kappa": kappa}, "seed": 0, "metrics": [row]}
+
+    calm = [run(shock.PAPERS, 1.0), run("WhitenedSGD", 1.0)]
+    hit = run(shock.PAPERS, 100.0, mean_loss=50.0, dead_units=0.3, grown_at_once=12)
+    survived = run(shock.PAPERS, 100.0, mean_loss=0.6, grown_at_once=0)
+    spared = run("WhitenedSGD", 100.0, mean_loss=0.51)
+    assert [claim.judge([*calm, hit, spared]).held for claim in shock.CLAIMS] == [True, True, True]
+    assert [claim.judge([*calm, survived, spared]).held for claim in shock.CLAIMS] == [False, False, False]
+    diverged = run(shock.PAPERS, 100.0, mean_loss=None, grown_at_once=12)
+    assert shock.harm([*calm, diverged, spared]).held is True
+    assert shock.ratio([*calm, hit, spared], "WhitenedSGD", 100.0) == pytest.approx(1.02)
+
+
+def test_several_claims_hold_together():
+    def claim(held):
+        return fig1.Claim("§1", "something", lambda _: Verdict(held, str(held)))
+
+    assert judged([claim(True), claim(True)], []).held is True
+    assert judged([claim(True), claim(None)], []).held is None
+    assert judged([claim(False), claim(None)], []) == Verdict(False, "False None")
+    assert joined([claim(True)]) == "something (§1)" and below([], [1.0]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quick_runs_on_a_gpu(name, tmp_path):
+    found = EXPERIMENTS[name].run(QUICK, tmp_path / "records.jsonl", torch.device("cuda"))
+    assert found and EXPERIMENTS[name].verdict(found).text

@@ -1,0 +1,311 @@
+"""The report: reading what anyone may have written, and the page made from it."""
+
+import json
+import math
+import re
+import shlex
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from evenstep.lab import (
+    comparison,
+    labels,
+    reading,
+    records,
+    report,
+    rerun,
+    summary,
+    tables,
+    tensorboard,
+    usage,
+    verdicts,
+)
+from evenstep.lab.commands import sweep as sweep_command
+from evenstep.lab.methods import METHODS
+from made_up import record
+
+HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&amp;{{ 7*7 }}$\\frac{"\'`\u2028\ud800\x00'
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.data, self._open = [], [], "", None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._open = dict(attributes).get("id") if tag == "script" else tag
+
+    def handle_data(self, text):
+        if self._open == "data":
+            self.data += text
+        else:
+            self.texts.append(text.strip())
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+
+def write(folder, *found, name="records.jsonl", extra=()):
+    lines = [json.dumps(r) for r in found] + list(extra)
+    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return report.write(folder)
+
+
+def sweep_of(*methods, seeds=(0, 1), **config):
+    """Made-up runs at three stepsizes, the middle one the best, the largest diverging."""
+    return [
+        record(method, lr, [2.0, loss + 0.01 * k + 0.001 * seed if loss else None], seed, **config)
+        for k, method in enumerate(methods)
+        for lr, loss in ((0.1, 1.5), (0.2, 1.0), (0.4, None))
+        for seed in seeds
+    ]
+
+
+def test_page_shows_every_method_with_its_numbers(tmp_path):
+    path = write(tmp_path, *sweep_of("sg", "evenstep"))
+    page = Page(path.read_text(encoding="utf-8"))
+    assert path == tmp_path / "report.html"
+    for text in ("SG", "EvenStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
+        assert any(text in shown for shown in page.texts), text
+    assert [a["value"] for tag, a in page.tags if tag == "input"] == ["1.02"]
+    data = json.loads(page.data)
+    assert [s["label"] for s in data[0]["series"]] == ["SG", "EvenStep"] and data[0]["series"][0]["best"] == 0.2
+    assert sum(run["diverged"] for s in data[0]["series"] for run in s["runs"]) == 4
+
+
+def test_page_needs_nothing_from_outside(tmp_path):
+    text = write(tmp_path, *sweep_of("sg")).read_text(encoding="utf-8")
+    page = Page(text)
+    links = [a[key] for _, a in page.tags for key in ("src", "href") if key in a]
+    assert all(link.startswith(("#", "data:", "figures/")) for link in links), links
+    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "iframe", "img"} - {"link"})
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+
+
+def test_the_same_records_give_the_same_page_and_figures(tmp_path):
+    def content(name):
+        (tmp_path / name / "x").mkdir(parents=True)
+        path = write(tmp_path / name / "x", *sweep_of("sg"))
+        return path.read_bytes(), [p.read_bytes() for p in sorted((path.parent / "figures").iterdir())]
+
+    assert content("a") == content("b")
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    hostile = sweep_of(HOSTILE, data=HOSTILE, options={HOSTILE: HOSTILE}, model_options={"{0.__class__}": HOSTILE})
+    for run in hostile:
+        run |= {"commit": HOSTILE, "environment": {"device": HOSTILE, "torch": HOSTILE}, "time": HOSTILE}
+    page = Page(write(tmp_path, *hostile, extra=[HOSTILE.replace("\ud800", "")]).read_text(encoding="utf-8"))
+    assert [tag for tag, _ in page.tags].count("script") == 2 and "img" not in dict(page.tags)
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert any('<script>alert("x")</script>' in text for text in page.texts)
+    assert "{{ 7*7 }}" in " ".join(page.texts) and json.loads(page.data)[0]["series"][0]["label"].startswith(
+        "</script>"
+    )
+    for figure in (tmp_path / "figures").iterdir():
+        assert ElementTree.parse(figure).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        '{"config": {"method": "sg", "lr": 0.1}, "metrics": [{"train_lo',
+        "[1, 2]",
+        "7",
+        "null",
+        '{"metrics": []}',
+        "[" * 100_000,
+        '{"config": 3}',
+    ],
+)
+def test_a_line_that_is_no_record_is_reported_and_the_rest_is_shown(line, tmp_path):
+    write(tmp_path, record("sg", 0.1, [1.0]), extra=[line])
+    found = reading.read(tmp_path)
+    assert len(found.runs) == 1 and len(found.faults) == 1 and "records.jsonl, line 2" in found.faults[0]
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert any("records.jsonl, line 2: not a record" in text for text in page.texts)
+
+
+def broken(**changes):
+    made = record("sg", 0.1, [1.0])
+    config = made["config"] | changes.pop("config", {})
+    return made | {"config": config} | changes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        broken(metrics=[]),
+        broken(metrics=[{"epoch": 1}]),
+        broken(metrics=[{"train_loss": "low"}]),
+        broken(metrics=[{"train_loss": 1.0, "seconds": [3]}]),
+        broken(metrics={"train_loss": 1.0}),
+        broken(config={"lr": -0.1}),
+        broken(config={"lr": True}),
+        broken(config={"lr": "0.1"}),
+        broken(config={"lr": 10**400}),
+        broken(config={"method": None}),
+        broken(config={"options": [1]}),
+        broken(seed={"a": 1}),
+        {"config": {"name": "an experiment of another kind"}, "metrics": [{"x": 1}]},
+    ],
+)
+def test_records_of_other_kinds_are_counted(other, tmp_path):
+    page = Page(write(tmp_path, record("sg", 0.1, [1.0]), other).read_text(encoding="utf-8"))
+    found = reading.read(tmp_path)
+    assert len(found.runs) == 1 and found.others == {"records.jsonl": 1} and not found.faults
+    assert "records.jsonl: 1" in page.texts
+
+
+def test_odd_numbers_in_rows_do_no_harm(tmp_path):
+    run = record("sg", 0.1, [2.0, 1.0])
+    run["metrics"][0] |= {"test_accuracy": math.nan, "seconds": math.inf, "train_loss": 10**400}
+    assert write(tmp_path, run).exists() and reading.read(tmp_path).runs[0]["metrics"][0]["train_loss"] is None
+
+
+def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
+    assert "No run of a method at a stepsize" in report.write(tmp_path).read_text(encoding="utf-8")
+
+
+def test_runs_are_compared_only_where_they_can_be():
+    found = comparison.comparisons(
+        [*sweep_of("sg"), *sweep_of("sg", data="other"), *sweep_of("sg", batch_size=128), *sweep_of("adam")]
+    )
+    assert [len(c.series) for c in found] == [2, 1, 1]
+    assert found[1].title == "The paper's CNN on other" and found[1].l0 is None
+
+
+def test_only_diverged_runs_can_be_reported(tmp_path):
+    page = Page(write(tmp_path, record("sg", 9.0, [None])).read_text(encoding="utf-8"))
+    assert "diverged" in page.texts and "100.0%" in page.texts
+
+
+def test_a_loss_of_zero_can_be_drawn(tmp_path):
+    assert write(tmp_path, record("sg", 0.1, [1.0, 0.0])).exists()
+
+
+def test_styles_of_a_comparison_differ_and_known_methods_keep_theirs():
+    found = summary.series(sweep_of(*METHODS))
+    chosen = [(s.slot, s.marker) for s in labels.styles(found)]
+    assert len(set(chosen)) == len(chosen)
+    alone = labels.styles(summary.series(sweep_of("whitening")))[0]
+    assert alone == labels.styles(summary.series(sweep_of("sg", "whitening")))[1]
+
+
+@pytest.mark.parametrize(("theme", "ground"), [(0, "#fafbfc"), (1, "#171b20")])
+def test_colours_stand_out_from_the_ground(theme, ground):
+    def light(colour):
+        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+    for colours in labels.COLOURS:
+        contrast = light(colours[theme]) / light(ground)
+        assert max(contrast, 1 / contrast) >= 4.5, colours[theme]
+
+
+@pytest.mark.parametrize("augment", [False, True, "flip+cutout"])
+def test_the_command_shown_makes_the_runs_again(augment):
+    runs = sweep_of("sg", seeds=(0, 2), options={"momentum": 0.9}, decay_lr=True, augment=augment, model_options={})
+    [line] = rerun.commands(summary.series(runs))
+    trials = sweep_command.grid(parsed(line))
+    wanted = [r["config"] for r in runs]
+    assert [{**vars(t), "data": "CIFAR-10"} for t in trials] == wanted
+
+
+def parsed(line):
+    from evenstep.lab import cli
+
+    program, name, *arguments = shlex.split(line)
+    assert (program, name) == ("evenstep", "sweep")
+    return cli.parse(name, sweep_command.Options, arguments)
+
+
+def test_methods_at_their_own_stepsizes_share_a_command():
+    runs = [record(m, lr, [1.0], data=rerun.SHIPPED) for m in ("sg", "adam") for lr in METHODS[m].stepsizes]
+    [line] = rerun.commands(summary.series([*runs]))
+    assert "--methods sg adam" in line and "--stepsizes" not in line and "--data fashion" in line
+
+
+def test_the_shipped_data_is_called_what_commands_call_it():
+    from evenstep.lab import data
+
+    assert data.load("fashion").name == rerun.SHIPPED
+
+
+def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path):
+    claims = [("fig1", "§1", "It holds.", True, "So it did."), ("l2", "§2", HOSTILE, False, HOSTILE),
+              ("l2", "§3", "Who knows?", None, "Nobody.")]  # fmt: skip
+    verdicts.write(tmp_path, [verdicts.Verdict(*claim) for claim in claims])
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
+    page = Page(report.write(tmp_path).read_text(encoding="utf-8"))
+    assert [text for text in page.texts if text in verdicts.WORDS.values()] == ["held", "did not hold", "undecided"]
+    assert [a["src"] for tag, a in page.tags if tag == "img"] == ["data:image/svg+xml;base64,PHN2Zy8+"]
+    assert [tag for tag, _ in page.tags].count("script") == 2
+
+
+@pytest.mark.parametrize("content", ["nonsense", "3", "[3]", '[{"experiment": "fig1"}]', '{"a": 1}',
+    '[{"experiment": 1, "section": "", "claim": "", "held": true, "text": ""}]',
+    '[{"experiment": "a", "section": "", "claim": "", "held": "yes", "text": ""}]'])  # fmt: skip
+def test_a_damaged_file_of_verdicts_is_left_out(content, tmp_path):
+    (tmp_path / "verdicts.json").write_text(content)
+    assert verdicts.read(tmp_path) == [] and report.write(tmp_path).exists()
+
+
+def test_tables_sort_what_is_missing_last():
+    found = comparison.compare([*sweep_of("sg"), record("adam", 0.1, [None, None])])
+    assert tables.tuned(found).rows[1][1].value is None and tables.tuned(found).rows[1][1].text == "diverged"
+    assert tables.timing(found).columns == ["epochs", "steps", "seconds"]
+    assert [cell.text for cell in tables.timing(found).rows[0]] == ["2", "20", "1.0"]
+    assert [cell.text for cell in tables.timing(found).rows[1]] == ["∞", "∞", "∞"]
+
+
+def test_a_stepsize_with_a_seed_that_diverged_says_so():
+    found = comparison.compare([record("sg", 0.1, [1.0], 0), record("sg", 0.1, [None], 1)])
+    assert tables.tuned(found).rows[0][1].text == "1.000 where it did not diverge"
+
+
+def test_without_tensorboard_its_export_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(usage.UsageError, match="pip install tensorboard"):
+        tensorboard.export(sweep_of("sg"), tmp_path)
+
+
+def test_tensorboard_gets_every_finite_number(tmp_path, monkeypatch):
+    written = {}
+
+    class Writer:
+        def __init__(self, folder):
+            self.rows = written.setdefault(folder, [])
+
+        def add_scalar(self, *row):
+            self.rows.append(row)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", type(sys)("tensorboard"))
+    sys.modules["torch.utils.tensorboard"].SummaryWriter = Writer
+    tensorboard.export([record("sg", 0.1, [2.0, None]), record("../" + HOSTILE, 0.1, [1.0])], tmp_path)
+    first, second = written
+    assert [row for row in written[first] if row[0] == "train_loss"] == [("train_loss", 2.0, 1)]
+    assert second.startswith(str(tmp_path)) and "/" not in second[len(str(tmp_path)) + 1 :]
+
+
+def test_what_the_lab_writes_is_a_run():
+    made = records.make({"method": "sg", "lr": 0.1, "options": {}}, 0, [{"train_loss": math.nan, "diverged": True}])
+    assert reading.is_run(reading.clean(json.loads(json.dumps(made))))

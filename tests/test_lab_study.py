@@ -1,0 +1,172 @@
+"""Processes that share a study share its members, and take over those of the dead."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenstep.lab import records, study, sweep
+from evenstep.lab.trial import Trial
+from evenstep.lab.usage import UsageError
+from small_images import small_arrays
+
+pytest.importorskip("optuna")
+
+ARRAYS = small_arrays()
+TRIALS = [Trial("sg", 0.01 * (k + 1), epochs=1, batch_size=5) for k in range(8)]
+CODE = """
+import sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from evenstep.lab import study
+from test_lab_study import ARRAYS, TRIALS
+url, out, stale, pause, members = sys.argv[1:]
+
+def told(record):
+    print("ran", record["config"]["lr"], flush=True)
+    time.sleep(float(pause))
+
+found = study.run(url, TRIALS, ARRAYS, Path(out), members=int(members), stale=float(stale), on_record=told)
+print("found", len(found), flush=True)
+"""
+
+
+def start(url, out, stale=60.0, pause=0.0, members=1):
+    paths = [str(Path(__file__).parent), str(Path(study.__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", CODE, url, str(out), str(stale), str(pause), str(members)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def ran(text):
+    return [float(line.split()[1]) for line in text.splitlines() if line.startswith("ran ")]
+
+
+def rates(found):
+    return sorted(record["config"]["lr"] for record in found)
+
+
+EVERY = sorted(trial.lr for trial in TRIALS)
+
+
+@pytest.mark.parametrize(
+    "url", ["journal://{}/study.log", pytest.param("sqlite:///{}/study.db", marks=pytest.mark.slow)]
+)
+def test_two_processes_do_no_member_twice(url, tmp_path):
+    url = url.format(tmp_path)
+    processes = [start(url, tmp_path / f"{name}.jsonl", pause=0.1) for name in "ab"]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted(ran(said[0]) + ran(said[1])) == EVERY and ran(said[0]) and ran(said[1])
+    found = study.run(url, TRIALS, ARRAYS, tmp_path / "c.jsonl")  # nothing is left to do; all is gathered
+    assert [r["config"]["lr"] for r in found] == [t.lr for t in TRIALS]
+    assert rates(records.read(tmp_path / "c.jsonl")) == EVERY
+
+
+def test_what_a_killed_process_had_taken_is_done_by_another(tmp_path):
+    url, out = str(tmp_path / "study.journal"), tmp_path / "records.jsonl"
+    process = start(url, out, stale=1.5, pause=60.0, members=3)  # takes three, is killed when it has finished one
+    assert process.stdout.readline().startswith("ran ")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    busy = study.run(url, TRIALS, ARRAYS, out, stale=60.0)  # it might be alive: its members are left to it
+    assert rates(busy) == EVERY[:1] + EVERY[3:]
+    time.sleep(1.5)
+    told = []
+    found = study.run(url, TRIALS, ARRAYS, out, stale=1.5, on_record=told.append)
+    assert rates(told) == EVERY[1:3] and rates(found) == rates(records.read(out)) == EVERY
+
+
+def test_the_first_to_ask_for_a_dead_member_gets_it(tmp_path, monkeypatch):
+    configs = [sweep.config(trial, ARRAYS) for trial in TRIALS[:2]]
+    mine, other = (study.Board(str(tmp_path / "study.log"), configs, stale=0.0) for _ in range(2))
+    assert mine.take(2) == [0, 1]
+    time.sleep(0.01)
+    create = other._create
+
+    def create_second(attributes):
+        monkeypatch.setattr(other, "_create", create)
+        assert mine._take_again() == (0, 2)  # between the other's look and its claim
+        mine.stale = other.stale = 60.0
+        return create(attributes)
+
+    monkeypatch.setattr(other, "_create", create_second)
+    assert other._take_again() is None
+    states = {member: [t.state.name for t in trials] for member, trials in mine._attempts().items()}
+    assert states == {0: ["FAIL", "RUNNING"], 1: ["RUNNING"]}
+
+
+def test_who_was_taken_for_dead_changes_nothing_when_it_comes_back(tmp_path):
+    configs = [sweep.config(TRIALS[0], ARRAYS)]
+    slow, other = (study.Board(str(tmp_path / "study.log"), configs, stale=0.0) for _ in range(2))
+    (record,) = sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "records.jsonl")
+    slow.take(1)
+    time.sleep(0.01)
+    assert other.take(1) == [0]
+    other.finish(0, record)
+    slow.finish(0, {**record, "seed": 99})
+    assert other.finished() == {0: record}
+
+
+def test_a_stopped_process_gives_back_what_it_had_taken(tmp_path):
+    url, out = str(tmp_path / "study.log"), tmp_path / "records.jsonl"
+
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.run(url, TRIALS, ARRAYS, out, members=3, on_record=stop)
+    told = []
+    found = study.run(url, TRIALS, ARRAYS, tmp_path / "other.jsonl", on_record=told.append)
+    assert len(told) == 7 and rates(found) == EVERY
+
+
+def test_records_that_are_there_already_are_not_run_again(tmp_path):
+    out, told = tmp_path / "records.jsonl", []
+    sweep.sweep(TRIALS[:5], ARRAYS, out)
+    found = study.run(f"sqlite:///{tmp_path}/study.db", TRIALS, ARRAYS, out, on_record=told.append)
+    assert rates(told) == EVERY[5:] and rates(found) == EVERY
+
+
+def test_a_diverged_run_is_a_record_like_any_other(tmp_path):
+    trials = [Trial("sg", lr, epochs=2, batch_size=2) for lr in (1e30, 0.1)]
+    for url in (f"sqlite:///{tmp_path}/study.db", str(tmp_path / "study.log")):
+        found = study.run(url, trials, ARRAYS, tmp_path / "records.jsonl")
+        assert [record["metrics"][-1]["diverged"] for record in found] == [True, False]
+
+
+def test_a_study_of_another_sweep_is_refused(tmp_path):
+    url, out = str(tmp_path / "study.log"), tmp_path / "records.jsonl"
+    study.run(url, TRIALS[:2], ARRAYS, out)
+    with pytest.raises(
+        UsageError, match=r"holds another sweep \(2 members: sg on random; yours has 1: adam on random"
+    ) as e:
+        study.run(url, [Trial("adam", 0.1)], ARRAYS, out)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("somewhere", "is no study; give a journal file"),
+        ("sqlite:////nowhere/at/all.db", "cannot be opened"),
+        ("nosuch://host/study", "cannot be opened"),
+        ("journal:///nowhere/at/all.log", "cannot be opened"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_named(url, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(UsageError, match=reason) as e:
+        study.run(url, TRIALS, ARRAYS, tmp_path / "records.jsonl")
+    assert url in str(e.value) and "\n" not in str(e.value)
+
+
+def test_optuna_is_asked_for_when_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UsageError, match=r'--study needs optuna .*pip install "evenstep\[lab\]"'):
+        study.run("sqlite:///x.db", TRIALS, ARRAYS, tmp_path / "records.jsonl")

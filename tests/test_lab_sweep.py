@@ -1,0 +1,181 @@
+"""Sweeps that are stopped, killed or shared lose no record and double none."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenstep.lab import locking, records, sweep
+from evenstep.lab.trial import Trial
+from small_images import small_arrays
+
+ARRAYS = small_arrays()
+TRIALS = [Trial("sg", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(4)]
+EVEN = [Trial("evenstep", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(5)]
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # pytest-xdist is
+
+
+def keys(found):
+    return [sweep.key(record["config"]) for record in found]
+
+
+def wanted(trials):
+    return [sweep.key(sweep.config(trial, ARRAYS)) for trial in trials]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What was run, in order, part by part."""
+    parts, really = [], sweep.run_chunk
+    monkeypatch.setattr(sweep, "run_chunk", lambda trials, *a: (parts.append(list(trials)), really(trials, *a))[1])
+    return parts
+
+
+def test_a_sweep_runs_what_is_missing_and_keeps_the_order(tmp_path, ran):
+    out, told = tmp_path / "records.jsonl", []
+    first = sweep.sweep(TRIALS[1:3], ARRAYS, out, on_record=told.append)
+    assert keys(told) == keys(first) == wanted(TRIALS[1:3])
+    again = sweep.sweep([TRIALS[2], TRIALS[2], *TRIALS], ARRAYS, out)
+    assert keys(again) == wanted([TRIALS[2], TRIALS[2], *TRIALS]) and again[0] == first[1]
+    assert sorted(keys(records.read(out))) == sorted(wanted(TRIALS))
+    assert [t for part in ran for t in part] == [*TRIALS[1:3], TRIALS[0], TRIALS[3]]
+
+
+def test_trials_that_are_alike_run_together(tmp_path, ran):
+    out, seen = tmp_path / "records.jsonl", []
+    mixed = [EVEN[0], TRIALS[0], *EVEN[1:], TRIALS[1]]
+    found = sweep.sweep(mixed, ARRAYS, out, members=3, on_epoch=lambda trial, row: seen.append((trial, row["epoch"])))
+    assert ran == [EVEN[:3], EVEN[3:], [TRIALS[0]], [TRIALS[1]]]
+    assert keys(found) == wanted(mixed) and {t.lr for t, _ in seen} == {t.lr for t in mixed} and len(seen) == len(mixed)
+    assert [r["environment"].get("together") for r in found] == [3, None, 3, 3, 2, 2, None]
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path, ran):
+    out = tmp_path / "records.jsonl"
+
+    def stop(record):
+        if record["config"]["lr"] == TRIALS[1].lr:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(TRIALS, ARRAYS, out, on_record=stop)
+    assert keys(records.read(out)) == wanted(TRIALS[:2])
+    sweep.sweep(TRIALS, ARRAYS, out)
+    assert keys(records.read(out)) == wanted(TRIALS) and len(ran) == 4
+
+
+def test_nothing_is_begun_after_the_budget(tmp_path, ran):
+    out = tmp_path / "records.jsonl"
+    late = sweep.sweep(TRIALS, ARRAYS, out, budget=0.5, on_record=lambda record: time.sleep(0.6))
+    assert keys(late) == keys(records.read(out)) == wanted(TRIALS[:1]) and len(ran) == 1
+    assert keys(sweep.sweep(TRIALS, ARRAYS, out, budget=60)) == wanted(TRIALS)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from evenstep.lab import sweep
+from test_lab_sweep import ARRAYS, EVEN, TRIALS
+sweep.sweep([*TRIALS, *EVEN], ARRAYS, Path(sys.argv[1]), members=2, on_record=lambda record: time.sleep(0.3))
+"""
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path, ran):
+    out, paths = tmp_path / "records.jsonl", [str(Path(__file__).parent), str(Path(sweep.__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], env=environment)
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = records.read(out)
+    found = sweep.sweep([*TRIALS, *EVEN], ARRAYS, out, members=2)
+    assert 3 <= len(before) < 9 and records.read(out)[: len(before)] == before
+    assert sorted(keys(records.read(out))) == sorted(wanted([*TRIALS, *EVEN]))
+    assert keys(found) == wanted([*TRIALS, *EVEN])
+    assert len([t for part in ran for t in part]) == 9 - len(before)
+
+
+def test_a_line_cut_short_is_mended_reported_and_kept(tmp_path, ran):
+    out, said = tmp_path / "records.jsonl", []
+    sweep.sweep(TRIALS[:2], ARRAYS, out)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    found = sweep.sweep(TRIALS[:2], ARRAYS, out, warn=said.append)
+    assert said == [f"{out}, line 2 was not written whole; it was moved to records.jsonl.damaged and counts as not run"]
+    half = whole.splitlines()[1][:-19]
+    assert (tmp_path / "records.jsonl.damaged").read_bytes() == half + b"\n"
+    assert keys(found) == keys(records.read(out)) == wanted(TRIALS[:2]) and ran[-1] == [TRIALS[1]]
+    out.write_bytes(out.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"line 2 had no line end; it was added"):
+        sweep.sweep(TRIALS[:2], ARRAYS, out)
+    assert keys(records.read(out)) == wanted(TRIALS[:2]) and len(ran) == 3
+    assert records.mend(out) is None and records.mend(tmp_path / "none.jsonl") is None
+
+
+def test_what_another_left_half_written_does_not_spoil_the_next_record(tmp_path):
+    out, record = tmp_path / "records.jsonl", {"config": {"lr": 1.0}}
+    out.write_text('{"config": {"lr"')
+    with pytest.warns(UserWarning, match="line 1 was not written whole"):
+        records.append(out, record)
+    assert records.read(out) == [record]
+
+
+def test_a_configuration_is_recorded_once(tmp_path):
+    out = tmp_path / "records.jsonl"
+    first = records.append(out, {"config": {"lr": 1.0, "of": [1]}, "run": 1}, once=True)
+    assert records.append(out, {"config": {"of": [1], "lr": 1.0}, "run": 2}, once=True) is not None
+    assert records.append(out, {"config": {"of": [1], "lr": 1.0}, "run": 2}, once=True) == first
+    assert records.read(out) == [first]
+
+
+def write_many(out, name):
+    for k in range(30):
+        records.append(out, {"config": {"who": name, "k": k}, "text": name * 50_000})
+
+
+@FORKS
+def test_processes_that_share_a_file_tear_no_line(tmp_path):
+    out, context = tmp_path / "records.jsonl", multiprocessing.get_context("fork")
+    processes = [context.Process(target=write_many, args=(out, name)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = [json.loads(line)["config"] for line in out.read_text().splitlines()]
+    assert sorted((c["who"], c["k"]) for c in found) == [(name, k) for name in "abc" for k in range(30)]
+
+
+def count_up(path):
+    for _ in range(40):
+        with locking.beside(path):
+            path.write_text(str(int(path.read_text()) + 1))
+
+
+@FORKS
+def test_the_lock_for_systems_without_fcntl(tmp_path, monkeypatch):
+    path = tmp_path / "count"
+    path.write_text("0")
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=count_up, args=(path,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert path.read_text() == "80" and not (tmp_path / "count.lock").exists()
+    (tmp_path / "count.lock").touch()
+    os.utime(tmp_path / "count.lock", (0, 0))  # left behind long ago
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with locking.locked(path) as file:
+        assert (tmp_path / "count.lock").exists() and file.read() == b"80"
+    assert not (tmp_path / "count.lock").exists()
