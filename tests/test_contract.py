@@ -228,6 +228,20 @@ def test_plain_lr_follows_schedules_of_lr():
     torch.testing.assert_close(moved[1], torch.full((3,), -0.05))
 
 
+def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
+    """Layers that get a smaller lr get a smaller plain_lr with it."""
+    moved = []
+    for own in ({}, {"lr": 0.05}, {"lr": 0.05, "plain_lr": 0.1}):
+        norm = nn.LayerNorm(3)
+        optimizer = evenstep.WhitenedSGD([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.5, plain_lr=0.1)
+        optimizer.add_param_group({"params": norm.parameters(), **own})
+        norm.bias.grad = torch.ones(3)
+        with pytest.warns(UserWarning, match="no model is attached"):
+            optimizer.step()
+        moved.append(norm.bias[0].item())
+    assert moved == pytest.approx([-0.1, -0.01, -0.1])
+
+
 def test_decoupled_decay_shrinks_the_weights_alone():
     model = network()
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, weight_decay=0.1)
@@ -449,17 +463,23 @@ def test_an_input_that_never_varies_gives_a_finite_step(case, damping):
     ("keywords", "message"),
     [
         ({"lr": -1.0}, r"Invalid learning rate: -1\.0"),
-        ({"lr": float("nan")}, r"{name}: lr must be a finite number or a one-element tensor; got nan\."),
+        ({"lr": float("nan")}, r"{name}: lr must be a finite number >= 0 or a one-element tensor; got nan\."),
         ({"lr": float("inf")}, r"{name}: lr must be a finite number .*; got inf\."),
         ({"lr": "fast"}, r"{name}: lr must be a finite number .*; got 'fast'\."),
         ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
         ({"decay": 1.0}, r"{name}: decay must be in \[0, 1\); got 1\.0\."),
         ({"decay": -0.1}, r"{name}: decay must be in \[0, 1\); got -0\.1\."),
+        ({"momentum": -0.5}, r"(Invalid momentum value:|momentum should be >= 0 but is:) -0\.5"),  # torch's own words
         ({"momentum": 1.5}, r"{name}: momentum must be in \[0, 1\); got 1\.5\."),
         ({"damping": -1}, r"{name}: damping must be a finite number >= 0; got -1\."),
-        ({"weight_decay": -1.0}, r"{name}: weight_decay must be a finite number >= 0; got -1\.0\."),
+        (
+            {"weight_decay": -1.0},
+            r"Invalid weight_decay value: -1\.0\. {name}: weight_decay must be a finite number >= 0; got -1\.0\.",
+        ),
         ({"trust": 0.0}, r"{name}: trust must be a finite number > 0, or None to turn it off; got 0\.0\."),
         ({"fresh_max": -4.0}, r"{name}: fresh_max must be a finite number > 0, or None .*; got -4\.0\."),
+        ({"eps": -1.0}, r"Invalid epsilon value: -1\.0"),
+        ({"foreach": "yes"}, r"{name}: foreach must be one of None, True, False; got 'yes'\."),
         ({"eps": float("inf")}, r"{name}: eps must be a finite number >= 0; got inf\."),
         ({"block": "layer"}, r"{name}: block must be one of 'network', 'unit', 'weight'; got 'layer'\."),
         ({"reduction": "none"}, r"{name}: reduction must be one of 'mean', 'sum'; got 'none'\."),

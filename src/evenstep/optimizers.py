@@ -53,6 +53,7 @@ class FanInSGD(_SG):
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -81,6 +82,7 @@ class WhitenedSGD(_SG):
         sharing: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -115,6 +117,7 @@ class CanonicalSGD(_SG):
         scaler: Any = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -164,6 +167,7 @@ class EvenStep(_SG):
         plain_lr: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -212,6 +216,7 @@ class BlockNaturalSGD(_SG):
         trust: float | None = None,
         exclude: Sequence[str] = (),
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         """See the shared keywords in the API reference."""

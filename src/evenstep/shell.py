@@ -76,14 +76,17 @@ class CoordinateOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # torch puts that among the defaults of every optimizer it unpickles
+                    group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
-        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules of lr move it too
-            param_group.setdefault("plain_ratio", full["plain_lr"] / float(full["lr"]) if full["lr"] else 1.0)
+        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules and groups' own lr move it too
+            own = "plain_lr" in param_group or not self.defaults["lr"]
+            lr = full["lr"] if own else self.defaults["lr"]
+            param_group.setdefault("plain_ratio", full["plain_lr"] / float(lr) if lr else 1.0)
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         if self._collector is not None:
@@ -251,7 +254,7 @@ class CoordinateOptimizer(Optimizer):
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
         if self.coordinates == "plain" or "unseen" in self._warned:
             return
-        if self._collector is None:
+        if self._collector is None and blocks:
             self._warn(
                 "unseen",
                 "no model is attached, so all parameters are trained in plain coordinates; give the model as the first "
