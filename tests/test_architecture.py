@@ -18,6 +18,7 @@ ORDER = [
     "coverage",
     "hooks",
     "blocks",
+    "checkpoints",
     "frames",
     "rules",
     "proxies",

@@ -47,8 +47,8 @@ def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
-        return live.copy_(saved)
-    return saved.to(device, copy=True)
+        return live.copy_(saved.detach())
+    return saved.detach().to(device, copy=True)
 
 
 def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:

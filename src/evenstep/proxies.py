@@ -53,7 +53,8 @@ class BaseRule:
             raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
         self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
-        (still, self.counts), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        (still, self.keeps), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        self.counts = "step" in self.keeps
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
             raise ValueError(
                 f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
@@ -81,14 +82,14 @@ def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
     return {name: value for name, value in wanted.items() if value is not None and name in known}
 
 
-def trial(make: Callable[..., Optimizer], start: float) -> tuple[Tensor, bool]:
-    """How far a rule moves a small matrix that starts at `start` in two steps, and whether it counts them."""
+def trial(make: Callable[..., Optimizer], start: float) -> tuple[Tensor, set[str]]:
+    """How far a rule moves a small matrix that starts at `start` in two steps, and the names of what it keeps."""
     p = nn.Parameter(torch.full((2, 2), start, dtype=torch.float64))
     optimizer = make([p])
     for grad in ([[1.0, -2.0], [0.5, 3.0]], [[-1.0, 1.0], [2.0, 0.1]]):
         p.grad = torch.tensor(grad, dtype=torch.float64)
         optimizer.step()
-    return p.detach() - start, "step" in optimizer.state[p]
+    return p.detach() - start, set(optimizer.state[p])
 
 
 def steps_of(

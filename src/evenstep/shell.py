@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checks, frames, update
+from . import checkpoints, checks, frames, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
@@ -335,18 +335,50 @@ class CoordinateOptimizer(Optimizer):
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        """As torch's, sealed. It reads the device anyway, so it is where steps skipped there come to be told of."""
         _ = self.nonfinite_steps
-        return super().state_dict()
+        return checkpoints.seal(super().state_dict(), self._writer())
+
+    def _writer(self) -> str:
+        """Who writes a checkpoint: the class of ours, whatever a subclass is called."""
+        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
+
+    def _known_state(self) -> tuple[set[str], set[str], bool]:
+        """The names that state may have, those that never lack, and whether the shapes of others are known, too."""
+        return set(checkpoints.OURS), {"step"}, False
+
+    def _check(self, state_dict: Any, sealed: bool) -> None:
+        """Refuse a state_dict that does not fit, before anything is changed."""
+        known, required, rule = self._known_state()
+        wanted: dict[Tensor, checkpoints.Wanted] = {}
+        for block in self._blocks(lambda p: True):
+            wanted |= checkpoints.wanted_of(block, self._stage(block), required, rule)
+        checkpoints.refuse(self._owner, checkpoints.misfits(state_dict, self.param_groups, wanted, known, sealed))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        Loaded values are copied into live tensors where there are any, since captured graphs hold those.
+        Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
+        fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
         """
+        sealed = checkpoints.seal_of(state_dict) is not None
+        if not hasattr(state_dict, "copy"):  # which torch calls before it looks
+            self._check(state_dict, sealed)
+        damages, edits = checkpoints.altered(state_dict, self._writer())
+        checkpoints.refuse(self._owner, damages)
+        if edits:
+            warnings.warn(
+                f"{self._owner}: {', '.join(edits)} changed since this state_dict was saved: edited, or damaged?",
+                stacklevel=2,
+            )
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+
+        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+            self._check(loaded, sealed)
+            final.update(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -355,7 +387,9 @@ class CoordinateOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for k, p in zip(ids, params, strict=True):
             for name, value in final["state"].get(k, {}).items():
-                if isinstance(value, Tensor) and name != "step":  # torch has a rule of its own for step counts
+                if isinstance(value, Tensor) and name == "step":  # torch has a rule of its own for step counts
+                    self.state[p][name] = self.state[p][name].detach().clone()  # and would share the saved one
+                elif isinstance(value, Tensor):
                     self.state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
         self._complete = False
         self._recentre()

@@ -87,6 +87,15 @@ class Whitened(CoordinateOptimizer):
         for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
             rule.mend(self.state, self.param_groups)
 
+    def _writer(self) -> str:
+        return f"{super()._writer()}({self._base.name})"
+
+    def _known_state(self) -> tuple[set[str], set[str], bool]:
+        """The rules' own names beside ours; the shapes of torch's rules are the parameters'."""
+        known, _, _ = super()._known_state()
+        torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
+        return known | self._base.keeps | self._plain.keeps, set(), torchs
+
     def _counted(self, block: Block) -> list[Tensor]:
         """What no rule counts the steps of; a bias inside a joint matrix has no state of the rule's."""
         rules = [self._plain if outside else self._base for outside in self._outside(block)]
