@@ -14,6 +14,7 @@ PURE = ["moments", "constants", "coordinates", "stepsize", "guards", "update"]
 ORDER = [
     *PURE,
     "checks",
+    "decay",
     "layers",
     "coverage",
     "hooks",

@@ -6,6 +6,7 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
 from .coverage import Coverage
+from .decay import decay_groups
 from .layers import LayerKind, register_layer
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
@@ -22,6 +23,7 @@ __all__ = [
     "LayerKind",
     "Whitened",
     "WhitenedSGD",
+    "decay_groups",
     "fold_batchnorm",
     "insert_batchnorm",
     "register_layer",
