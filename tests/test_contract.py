@@ -265,6 +265,17 @@ def test_a_group_added_later_trains():
     assert not torch.equal(before, second.weight)
 
 
+def test_a_group_added_to_an_optimizer_built_from_a_module_needs_no_names():
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = evenstep.WhitenedSGD(model)
+    model.append(nn.Linear(4, 2))
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2))})
+    assert [group["param_names"] for group in optimizer.param_groups[1:]] == [["1.weight", "1.bias"], ["added.0"]]
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": set(nn.Linear(2, 2).parameters())})
+
+
 def test_freezing_half_way_leaves_the_layer_alone():
     model = network()
     optimizer = evenstep.WhitenedSGD(model)

@@ -62,3 +62,12 @@ def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:
         if id(p) not in held:
             groups[0]["params"].append(p)
             groups[0]["param_names"].append(name)
+
+
+def named(params: Any, model: nn.Module | None) -> Any:
+    """Parameters with names as torch takes them: their own, the model's, or a number; a set torch refuses itself."""
+    if isinstance(params, set):
+        return params
+    known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    given = [params] if isinstance(params, Tensor) else params
+    return [p if isinstance(p, tuple) else (known.get(id(p), f"added.{k}"), p) for k, p in enumerate(given)]

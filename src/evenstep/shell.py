@@ -17,7 +17,7 @@ from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .moments import accumulation_dtype
-from .motion import displace, exchange, follow, gradient, per_bias, rates, restored
+from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
@@ -81,6 +81,9 @@ class CoordinateOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
+        if self._whole and self.param_groups:  # they have names, then, though nobody gave any
+            model = None if self._collector is None else self._collector.model
+            param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
         if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules and groups' own lr move it too
