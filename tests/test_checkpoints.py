@@ -155,6 +155,7 @@ def test_a_changed_option_is_told_of_and_loads():
 # damage
 
 
+@pytest.mark.feature("damaged checkpoints are refused")
 @every_optimizer
 def test_a_truncated_file_is_refused(case):
     _, optimizer = trained(case)
@@ -165,6 +166,7 @@ def test_a_truncated_file_is_refused(case):
     assert same(before, snapshot(optimizer))
 
 
+@pytest.mark.feature("damaged checkpoints are refused")
 @every_optimizer
 def test_a_file_with_a_flipped_bit_is_refused_or_says_the_same(case):
     """Anywhere in the file: torch.load fails, we refuse or warn, or the bit was in none of the values."""

@@ -28,7 +28,10 @@ every_configuration = pytest.mark.parametrize(
         for given in row.optim_inputs_func("cpu")
     ],
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.*no model is attached")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*no model is attached"),
+    pytest.mark.feature("what PyTorch's own optimizer tests ask"),
+]
 
 
 class Problem:
