@@ -261,6 +261,20 @@ def test_every_parameter_has_state_after_a_step(row, keywords):
     assert all(optimizer.state[p]["step"] == 1 for p in problem.params)
 
 
+@every_row
+@pytest.mark.parametrize("default", [torch.float16, torch.float32, torch.float64])
+def test_step_counts_have_torchs_dtype_for_them(row, default):
+    problem = Problem()
+    optimizer = row.optim_cls(problem.params, lr=1e-3)
+    torch.set_default_dtype(default)
+    try:
+        problem.train(optimizer, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wanted = torch.float64 if default == torch.float64 else torch.float32
+    assert all(optimizer.state[p]["step"].dtype == wanted for p in problem.params)
+
+
 # checkpoints
 
 

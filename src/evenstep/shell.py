@@ -205,7 +205,10 @@ class CoordinateOptimizer(Optimizer):
                 follow(self.state[p], p.device, all(p is not other for other in counted))
             for p in counted:
                 if "step" not in self.state[p]:
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    wide = torch.get_default_dtype() == torch.float64  # as torch has it for step counts
+                    self.state[p]["step"] = torch.zeros(
+                        (), dtype=torch.float64 if wide else torch.float32, device=p.device
+                    )
             stage = self._stage(block)
             if stage is not None:
                 stage.to(block.weight.device)
