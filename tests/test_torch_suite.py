@@ -325,6 +325,7 @@ def test_state_without_newer_flags_and_with_plain_step_counts_loads(row, keyword
     for state in old["state"].values():
         state["step"] = state["step"].item()
     optimizer.load_state_dict(old)
+    assert all(torch.is_tensor(optimizer.state[p]["step"]) for p in problem.params)
     problem.train(optimizer, 1)
     assert all(optimizer.state[p]["step"] == 4 for p in problem.params)
     assert all(optimizer.param_groups[0][flag] == optimizer.defaults[flag] for flag in row.not_og_supported_flags)

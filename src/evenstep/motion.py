@@ -44,6 +44,12 @@ def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
     p.add_(step)
 
 
+def step_count(p: Tensor, count: float) -> Tensor:
+    """A count of steps beside a parameter, in the dtype that torch has for them."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
+
+
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:

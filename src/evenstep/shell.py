@@ -17,7 +17,7 @@ from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .moments import accumulation_dtype
-from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored
+from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
@@ -205,10 +205,7 @@ class CoordinateOptimizer(Optimizer):
                 follow(self.state[p], p.device, all(p is not other for other in counted))
             for p in counted:
                 if "step" not in self.state[p]:
-                    wide = torch.get_default_dtype() == torch.float64  # as torch has it for step counts
-                    self.state[p]["step"] = torch.zeros(
-                        (), dtype=torch.float64 if wide else torch.float32, device=p.device
-                    )
+                    self.state[p]["step"] = step_count(p, 0.0)
             stage = self._stage(block)
             if stage is not None:
                 stage.to(block.weight.device)
@@ -393,8 +390,9 @@ class CoordinateOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for k, p in zip(ids, params, strict=True):
             for name, value in final["state"].get(k, {}).items():
-                if isinstance(value, Tensor) and name == "step":  # torch has a rule of its own for step counts
-                    self.state[p][name] = self.state[p][name].detach().clone()  # and would share the saved one
+                if name == "step":  # torch has a rule of its own for their device, and would share the saved one
+                    count = self.state[p][name]
+                    self.state[p][name] = count.detach().clone() if isinstance(count, Tensor) else step_count(p, count)
                 elif isinstance(value, Tensor):
                     self.state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
         self._complete = False
