@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-browser check format clean
+.PHONY: demo test test-slow test-gpu test-browser test-integrations test-all compatibility check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -19,6 +19,18 @@ test-browser: .venv/.installed-dev
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu
+
+test-integrations: .venv-integrations/.installed
+	.venv-integrations/bin/python -m pytest -q -m integrations tests/integrations
+
+test-all: test test-slow test-integrations
+
+FEATURES := -q -m "feature and not gpu" -o addopts="" --strict-markers
+compatibility: .venv/.installed-dev .venv-integrations/.installed
+	mkdir -p results/compatibility
+	$(BIN)/python -m pytest $(FEATURES) -n 2 tests --features results/compatibility/core.json
+	.venv-integrations/bin/python -m pytest $(FEATURES) tests/integrations --features results/compatibility/integrations.json
+	$(BIN)/python scripts/compatibility.py
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -40,3 +52,10 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
+
+# trainers bring many packages: they get an environment of their own
+.venv-integrations/.installed: pyproject.toml constraints.txt
+	@echo "Installing evenstep[test,integrations] into .venv-integrations ..."
+	@$(PYTHON) -m venv .venv-integrations
+	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test,integrations]"
+	@touch $@

@@ -205,9 +205,10 @@ def test_gradient_without_statistics_uses_the_last_moments_and_warns_once():
     step(optimizer, layer(other).square().mean())  # a second warning would be an error
 
 
-def test_gradient_without_any_statistics_takes_fan_in_coordinates():
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.CanonicalSGD])
+def test_gradient_without_any_statistics_takes_fan_in_coordinates(cls):
     layer, x = nn.Linear(4, 2).double().eval(), randn(6, 4)
-    optimizer = evenstep.WhitenedSGD(layer, lr=0.1, **PAPER)
+    optimizer = cls(layer, lr=0.1, **PAPER)
     with pytest.warns(UserWarning, match="saw no input"):
         moved = step(optimizer, layer(x).square().mean())
     assert_close(moved[layer.weight], -0.1 * layer.weight.grad / math.sqrt(4))

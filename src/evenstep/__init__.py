@@ -6,6 +6,8 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
 from .coverage import Coverage
+from .decay import decay_groups
+from .layers import LayerKind, register_layer
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
 from .whitened import Whitened
@@ -18,8 +20,11 @@ __all__ = [
     "CurvatureMonitor",
     "EvenStep",
     "FanInSGD",
+    "LayerKind",
     "Whitened",
     "WhitenedSGD",
+    "decay_groups",
     "fold_batchnorm",
     "insert_batchnorm",
+    "register_layer",
 ]

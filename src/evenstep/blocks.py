@@ -65,7 +65,7 @@ class Block:
 
     def unstack(self, biases: Tensor | None) -> list[Tensor]:
         """Back to the shapes of the biases."""
-        return [] if biases is None else [row.flatten() for row in biases]
+        return [] if biases is None else [row.reshape(b.shape) for row, b in zip(biases, self.biases, strict=True)]
 
     @property
     def fan_in(self) -> int:

@@ -7,24 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TORCH = {  # torch's own words for its own keywords; they come first, what is allowed follows
+    "lr": "Invalid learning rate: ",
+    "momentum": "Invalid momentum value: ",
+    "weight_decay": "Invalid weight_decay value: ",
+    "eps": "Invalid epsilon value: ",
+}
+
+
+def refuse(owner: str, name: str, value: Any, allowed: str) -> ValueError:
+    """The error for a value that is not allowed.
+
+    >>> refuse("WhitenedSGD", "damping", -1.0, "a finite number >= 0")
+    ValueError('WhitenedSGD: damping must be a finite number >= 0; got -1.0.')
+    >>> refuse("WhitenedSGD", "momentum", -0.5, "in [0, 1)")
+    ValueError('Invalid momentum value: -0.5. WhitenedSGD: momentum must be in [0, 1); got -0.5.')
+    """
+    words = f"{TORCH[name]}{value}. " if name in TORCH else ""
+    return ValueError(f"{words}{owner}: {name} must be {allowed}; got {value!r}.")
+
 
 def nonnegative(owner: str, **values: Any) -> None:
-    """Each value a finite number of at least 0, or None where that means a default.
-
-    >>> nonnegative("WhitenedSGD", damping=-1.0)
-    Traceback (most recent call last):
-    ValueError: WhitenedSGD: damping must be a finite number >= 0; got -1.0.
-    """
+    """Each value a finite number of at least 0, or None where that means a default."""
     for name, value in values.items():
         if value is not None and not (is_number(value) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{owner}: {name} must be a finite number >= 0; got {value!r}.")
+            raise refuse(owner, name, value, "a finite number >= 0")
 
 
 def positive_or_none(owner: str, **values: Any) -> None:
     """Each value a finite number above 0, or None to turn a guard off."""
     for name, value in values.items():
         if value is not None and not (is_number(value) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{owner}: {name} must be a finite number > 0, or None to turn it off; got {value!r}.")
+            raise refuse(owner, name, value, "a finite number > 0, or None to turn it off")
 
 
 def fraction(owner: str, **values: Any) -> None:
@@ -36,14 +50,14 @@ def fraction(owner: str, **values: Any) -> None:
     """
     for name, value in values.items():
         if not (is_number(value) and 0 <= value < 1):
-            raise ValueError(f"{owner}: {name} must be in [0, 1); got {value!r}.")
+            raise refuse(owner, name, value, "in [0, 1)")
 
 
 def one_of(owner: str, name: str, value: Any, allowed: Iterable[Any]) -> None:
     """A value out of a short list."""
     allowed = list(allowed)
     if value not in allowed:
-        raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+        raise refuse(owner, name, value, f"one of {', '.join(map(repr, allowed))}")
 
 
 def is_number(value: Any) -> bool:
@@ -52,15 +66,13 @@ def is_number(value: Any) -> bool:
 
 
 def learning_rate(owner: str, lr: Any) -> None:
-    """A finite number or one-element tensor of at least 0; torch's own words for a negative one."""
+    """A finite number of at least 0, or a one-element tensor."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         return
-    if not is_number(lr) or not math.isfinite(lr):
-        raise ValueError(f"{owner}: lr must be a finite number or a one-element tensor; got {lr!r}.")
-    if lr < 0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+    if not is_number(lr) or not math.isfinite(lr) or lr < 0:
+        raise refuse(owner, "lr", lr, "a finite number >= 0 or a one-element tensor")
 
 
 def hyperparameters(owner: str, group: Mapping[str, Any]) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from .layers import LayerKind, Slot, batch_second, kind_of, overrides_forward
+from .layers import LayerKind, Slot, batch_second, check_layout, kind_of, overrides_forward
 
 
 class Row(NamedTuple):
@@ -98,6 +99,7 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
         if reason:
             reasons |= {id(p): reason for p in (weight, lookup(module, slot.bias)) if p is not None}
             continue
+        check_layout(path, module, kind, weight)
         entry = entries.setdefault(id(weight), Entry(kind, slot, int(second)))
         entry.places.append((path, module))
         bias = lookup(module, slot.bias)
@@ -151,10 +153,24 @@ def owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return found
 
 
-def why_plain(owner: nn.Module) -> str:
-    """Why a parameter that no entry holds is plain."""
+def why_plain(owner: nn.Module, name: str) -> str:
+    """Why the parameter `name` of `owner`, which no entry holds, is plain."""
+    if isinstance(owner, ParametrizationList):
+        return "its layer's weight is computed from it"
     if overrides_forward(owner):
-        return f"{type(owner).__name__} has a forward of its own"
-    if kind_of(owner) is not None:
-        return "not the bias of one layer alone"
-    return f"no whitened form for {type(owner).__name__}"
+        return f"{described(type(owner))} has a forward of its own"
+    kind = kind_of(owner)
+    if kind is None:
+        return f"no whitened form for {type(owner).__name__}"
+    if any(lookup(owner, slot.weight) is None for slot in kind.slots(owner)):
+        return f"its layer's weight is computed{'' if name.endswith('bias') else ' from it'}"
+    return "not the bias of one layer alone"
+
+
+def described(cls: type[nn.Module]) -> str:
+    """A class by its name, or in full where it is called like one of torch.nn's.
+
+    >>> described(nn.Linear)
+    'Linear'
+    """
+    return f"{cls.__module__}.{cls.__name__}" if getattr(nn, cls.__name__, cls) is not cls else cls.__name__

@@ -41,8 +41,9 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
     if block.treatment == "fan-in":
         return update.still_frame(stage.centre.new_empty(groups, inputs), beta2)
     if block.treatment == "canonical":
-        mg2 = torch.where(state["mass"] > 0, state["mg2"], batch_mg2(stage, group))
-        beta2 = canonical_beta2(mg2.view(groups, -1), group["damping"])
+        started = state["mass"] > 0
+        mg2 = torch.where(started, state["mg2"], batch_mg2(stage, group)).view(groups, -1)
+        beta2 = torch.where(started | (stage.applied > 0), canonical_beta2(mg2, group["damping"]), beta2)
     running, sums, centre = grouped(state, stage, groups)
     return update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
 

@@ -1,12 +1,13 @@
 """The only file that knows Linear from Conv: how each kind of layer lays out its weight and shows its input.
 
 Every kind presents its weight as [group, unit, input, kernel] and its bias as [group, unit]; the core knows no other
-shapes. Adding a kind is one class here.
+shapes. Adding a kind is one class here, or `register_layer` from outside.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -65,9 +66,21 @@ class LayerKind:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """What a call shows, one entry per slot; None for a slot that this call does not show."""
-        x = args[0] if args else kwargs["input"]
+        x = shown(args, kwargs)
         examples = x.shape[batch_dim if x.dim() == 3 else 0] if x.dim() > 1 else 1
         return [Look(x, x.dim() - 1, examples, x.numel() // max(1, x.shape[-1]))]
+
+
+class TransposedKind(LayerKind):
+    """A Linear whose weight is [input, unit], as in Transformers' Conv1D."""
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """[input, unit] → [1, unit, input, 1]."""
+        return weight.T.unsqueeze(0).unsqueeze(-1)
+
+    def unmatrix(self, module: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
+        """Back to [input, unit]."""
+        return matrix.view(weight.shape[1], weight.shape[0]).T
 
 
 class ConvKind(LayerKind):
@@ -94,7 +107,7 @@ class ConvKind(LayerKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """The sharing count is the number of output positions."""
-        x = args[0] if args else kwargs["input"]
+        x = shown(args, kwargs)
         channels = x.dim() - self.rank - 1
         applied = output.numel() // max(1, output.shape[channels])
         return [Look(x, channels, x.shape[0] if channels else 1, applied)]
@@ -117,7 +130,7 @@ class ConvTransposeKind(ConvKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """The sharing count is the number of input positions; zeros fill up to the output positions."""
-        x = args[0] if args else kwargs["input"]
+        x = shown(args, kwargs)
         channels = x.dim() - self.rank - 1
         applied = x.numel() // max(1, x.shape[channels])
         positions = output.numel() // max(1, output.shape[channels])
@@ -158,22 +171,69 @@ KINDS: dict[type[nn.Module], LayerKind] = {
     nn.ConvTranspose3d: ConvTransposeKind(3),
     nn.MultiheadAttention: AttentionKind(),
 }
+NAMED: dict[str, LayerKind] = {"transformers.pytorch_utils.Conv1D": TransposedKind()}  # known without an import
+
+
+def register_layer(layer: type[nn.Module] | str, kind: "LayerKind | type[nn.Module]") -> None:
+    """Teach evenstep a kind of layer, for optimizers that are built after it.
+
+    `layer` is the class, or its dotted name where it is not to be imported; its subclasses are known with it unless
+    they have a forward of their own. `kind` is a `LayerKind` that says how the layer lays out its weight and shows its
+    input, or a class that is known already and computes the same of its input.
+    """
+    if not isinstance(layer, str) and not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+        raise ValueError(f"register_layer: layer must be a class of nn.Module or its dotted name; got {layer!r}.")
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        found = of_class(kind)
+        if found is None:
+            raise ValueError(f"register_layer: {kind.__name__} is no known kind of layer; give a LayerKind instead.")
+        kind = found
+    if not isinstance(kind, LayerKind):
+        raise ValueError(f"register_layer: kind must be a LayerKind or a class of layers it knows; got {kind!r}.")
+    if isinstance(layer, str):
+        NAMED[layer] = kind
+    else:
+        KINDS[layer] = kind
+
+
+def of_class(cls: type[nn.Module]) -> LayerKind | None:
+    """The kind that a class itself was registered with."""
+    return KINDS.get(cls) or NAMED.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of `module`; None if it has none or computes something else (a subclass with a forward of its own)."""
     for cls in type(module).__mro__:
-        if cls in KINDS:
+        if kind := of_class(cls):
             same = all(
                 getattr(type(module), name, None) is getattr(cls, name, None) for name in ("forward", "_conv_forward")
             )
-            return KINDS[cls] if same else None
+            return kind if same else None
     return None
 
 
 def overrides_forward(module: nn.Module) -> bool:
     """Whether `module` would be known but for a forward of its own."""
-    return kind_of(module) is None and any(cls in KINDS for cls in type(module).__mro__)
+    return kind_of(module) is None and any(of_class(cls) for cls in type(module).__mro__)
+
+
+def shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The first argument of a call, by whatever name it is given."""
+    first: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return first
+
+
+def check_layout(path: str, module: nn.Module, kind: LayerKind, weight: Tensor) -> None:
+    """See that the `matrix` of a kind from outside has four dimensions and that its `unmatrix` undoes it."""
+    if type(kind).__module__ == __name__:
+        return
+    places = torch.arange(weight.numel(), dtype=torch.int32).view(weight.shape)
+    matrix = kind.matrix(module, places)
+    if matrix.dim() != 4 or not torch.equal(kind.unmatrix(module, matrix, weight), places):
+        raise ValueError(
+            f"layer '{path}' ({type(module).__name__}): {type(kind).__name__}.matrix must give [group, unit, input, "
+            f"kernel], and unmatrix undo it; got {list(matrix.shape)} for a weight of shape {list(weight.shape)}."
+        )
 
 
 def batch_second(module: nn.Module) -> bool:

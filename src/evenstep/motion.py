@@ -44,11 +44,17 @@ def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
     p.add_(step)
 
 
+def step_count(p: Tensor, count: float) -> Tensor:
+    """A count of steps beside a parameter, in the dtype that torch has for them."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
+
+
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
-        return live.copy_(saved)
-    return saved.to(device, copy=True)
+        return live.copy_(saved.detach())
+    return saved.detach().to(device, copy=True)
 
 
 def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:
@@ -62,3 +68,12 @@ def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:
         if id(p) not in held:
             groups[0]["params"].append(p)
             groups[0]["param_names"].append(name)
+
+
+def named(params: Any, model: nn.Module | None) -> Any:
+    """Parameters with names as torch takes them: their own, the model's, or a number; a set torch refuses itself."""
+    if isinstance(params, set):
+        return params
+    known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    given = [params] if isinstance(params, Tensor) else params
+    return [p if isinstance(p, tuple) else (known.get(id(p), f"added.{k}"), p) for k, p in enumerate(given)]

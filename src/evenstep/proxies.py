@@ -53,7 +53,8 @@ class BaseRule:
             raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
         self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
-        still, moved = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        (still, self.keeps), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        self.counts = "step" in self.keeps
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
             raise ValueError(
                 f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
@@ -63,20 +64,32 @@ class BaseRule:
         """The state of a new proxy, where the rule makes it at construction."""
         return dict(self.make([q]).state[q]) if self.born_with_state else {}
 
+    def mend(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Let the rule bring loaded state up to date, as torch's do with step counts that are plain numbers."""
+        counted = {p: kept for p, kept in state.items() if isinstance(kept, dict) and "step" in kept}
+        self.instance.__setstate__({"state": counted, "param_groups": [dict(group) for group in groups]})
+        self.instance.state, self.instance.param_groups = defaultdict(dict), []
 
-def keyword(rule: Any, name: str, value: Any) -> dict[str, Any]:
-    """A keyword for a rule, if it has it."""
-    return {name: value} if name in inspect.signature(getattr(rule, "func", rule)).parameters else {}
+
+def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
+    """Those of torch's flags that are asked for (not None) and that the rule has.
+
+    >>> flags(torch.optim.SGD, capturable=True, foreach=False)
+    {'foreach': False}
+    """
+    cls = getattr(rule, "func", rule)
+    known = inspect.signature(cls).parameters if callable(cls) else {}
+    return {name: value for name, value in wanted.items() if value is not None and name in known}
 
 
-def trial(make: Callable[..., Optimizer], start: float) -> Tensor:
-    """How far a rule moves a small matrix that starts at `start` in two steps."""
+def trial(make: Callable[..., Optimizer], start: float) -> tuple[Tensor, set[str]]:
+    """How far a rule moves a small matrix that starts at `start` in two steps, and the names of what it keeps."""
     p = nn.Parameter(torch.full((2, 2), start, dtype=torch.float64))
     optimizer = make([p])
     for grad in ([[1.0, -2.0], [0.5, 3.0]], [[-1.0, 1.0], [2.0, 0.1]]):
         p.grad = torch.tensor(grad, dtype=torch.float64)
         optimizer.step()
-    return p.detach() - start
+    return p.detach() - start, set(optimizer.state[p])
 
 
 def steps_of(
@@ -92,12 +105,12 @@ def steps_of(
     for proxy in proxies:
         q = nn.Parameter(torch.zeros_like(proxy.grad))
         q.grad = proxy.grad
-        kept = {k: v for k, v in state[proxy.p].items() if k not in OURS}
+        kept = {k: v for k, v in state[proxy.p].items() if k not in OURS and (base.counts or k != "step")}
         rule.state[q] = kept or base.first_state(q)
         options = {} if own_options else {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
         join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
         stand_ins.append(q)
-    rule.step()
+    unhooked(rule)
     groups = {q: group for group in rule.param_groups for q in group["params"]}
     for proxy, q in zip(proxies, stand_ins, strict=True):
         state[proxy.p].update(rule.state[q])
@@ -109,6 +122,12 @@ def steps_of(
         q.detach() * proxy.lr if isinstance(proxy.lr, Tensor) else q.detach()
         for proxy, q in zip(proxies, stand_ins, strict=True)
     ]
+
+
+def unhooked(rule: Optimizer) -> None:
+    """One step of the rule without the hooks that torch runs for every optimizer: they run for the outer one."""
+    step = type(rule).step
+    getattr(step, "__wrapped__", step)(rule)
 
 
 def fixed(lr: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def row(name: str, p: Tensor, block: Block | None, owner: nn.Module | None, left
         return Row(name, layer, block.treatment, why_treated(block))
     if owner is None:
         return Row(name, layer, block.treatment, "no model is attached that has it")
-    return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner))
+    return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2]))
 
 
 def why_treated(block: Block) -> str:

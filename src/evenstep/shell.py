@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checks, frames, update
+from . import checkpoints, checks, frames, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .moments import accumulation_dtype
-from .motion import displace, exchange, follow, gradient, per_bias, rates, restored
+from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
 from .together import Layout, arrange, begin
 
@@ -86,14 +86,20 @@ class CoordinateOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # torch puts that among the defaults of every optimizer it unpickles
+                    group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
+        if self._whole and self.param_groups:  # they have names, then, though nobody gave any
+            model = None if self._collector is None else self._collector.model
+            param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
-        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules of lr move it too
-            param_group.setdefault("plain_ratio", full["plain_lr"] / float(full["lr"]) if full["lr"] else 1.0)
+        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules and groups' own lr move it too
+            own = "plain_lr" in param_group or not self.defaults["lr"]
+            lr = full["lr"] if own else self.defaults["lr"]
+            param_group.setdefault("plain_ratio", full["plain_lr"] / float(lr) if lr else 1.0)
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         if self._collector is not None:
@@ -251,7 +257,7 @@ class CoordinateOptimizer(Optimizer):
                 follow(self.state[p], p.device, all(p is not other for other in counted))
             for p in counted:
                 if "step" not in self.state[p]:
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    self.state[p]["step"] = step_count(p, 0.0)
             stage = self._stage(block)
             if stage is not None:
                 stage.to(block.weight.device)
@@ -299,7 +305,7 @@ class CoordinateOptimizer(Optimizer):
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
         if self.coordinates == "plain" or "unseen" in self._warned:
             return
-        if self._collector is None:
+        if self._collector is None and blocks:
             self._warn(
                 "unseen",
                 "no model is attached, so all parameters are trained in plain coordinates; give the model as the first "
@@ -380,18 +386,50 @@ class CoordinateOptimizer(Optimizer):
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        """As torch's, sealed. It reads the device anyway, so it is where steps skipped there come to be told of."""
         _ = self.nonfinite_steps
-        return super().state_dict()
+        return checkpoints.seal(super().state_dict(), self._writer())
+
+    def _writer(self) -> str:
+        """Who writes a checkpoint: the class of ours, whatever a subclass is called."""
+        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
+
+    def _known_state(self) -> tuple[set[str], set[str], bool]:
+        """The names that state may have, those that never lack, and whether the shapes of others are known, too."""
+        return set(checkpoints.OURS), {"step"}, False
+
+    def _check(self, state_dict: Any, sealed: bool) -> None:
+        """Refuse a state_dict that does not fit, before anything is changed."""
+        known, required, rule = self._known_state()
+        wanted: dict[Tensor, checkpoints.Wanted] = {}
+        for block in self._blocks(lambda p: True):
+            wanted |= checkpoints.wanted_of(block, self._stage(block), required, rule)
+        checkpoints.refuse(self._owner, checkpoints.misfits(state_dict, self.param_groups, wanted, known, sealed))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        Loaded values are copied into live tensors where there are any, since captured graphs hold those.
+        Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
+        fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
         """
+        sealed = checkpoints.seal_of(state_dict) is not None
+        if not hasattr(state_dict, "copy"):  # which torch calls before it looks
+            self._check(state_dict, sealed)
+        damages, edits = checkpoints.altered(state_dict, self._writer())
+        checkpoints.refuse(self._owner, damages)
+        if edits:
+            warnings.warn(
+                f"{self._owner}: {', '.join(edits)} changed since this state_dict was saved: edited, or damaged?",
+                stacklevel=2,
+            )
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+
+        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+            self._check(loaded, sealed)
+            final.update(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -400,7 +438,10 @@ class CoordinateOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for k, p in zip(ids, params, strict=True):
             for name, value in final["state"].get(k, {}).items():
-                if isinstance(value, Tensor) and name != "step":  # torch has a rule of its own for step counts
+                if name == "step":  # torch has a rule of its own for their device, and would share the saved one
+                    count = self.state[p][name]
+                    self.state[p][name] = count.detach().clone() if isinstance(count, Tensor) else step_count(p, count)
+                elif isinstance(value, Tensor):
                     self.state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
         self._complete = False
         self._recentre()

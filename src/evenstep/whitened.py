@@ -12,6 +12,8 @@ from .motion import rates
 from .proxies import BaseRule, Proxy
 from .shell import CoordinateOptimizer
 
+COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
+
 
 class Whitened(CoordinateOptimizer):
     """A first-order torch rule (AdamW, Muon, RMSprop, …) run on v instead of w.
@@ -49,12 +51,12 @@ class Whitened(CoordinateOptimizer):
     ) -> None:
         """See the shared keywords in the API reference."""
         owner = type(self).__name__
-        checks.learning_rate(owner, base_kwargs.get("lr", 0.0))
+        lr = base_kwargs.get("lr")
+        if lr is not None:
+            checks.learning_rate(owner, lr)
+            base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
-        if capturable:
-            base_kwargs |= proxies.keyword(base, "capturable", True)
-        if foreach is not None:
-            base_kwargs |= proxies.keyword(base, "foreach", foreach)
+        base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else BaseRule(owner, plain, {})
@@ -62,6 +64,7 @@ class Whitened(CoordinateOptimizer):
         if plain_lr is None and plain is not None:
             plain_lr = self._plain.instance.defaults["lr"]
         ours = {
+            "lr": self._base.instance.defaults["lr"] if lr is None else lr,
             "decay": decay,
             "damping": damping,
             "fresh_max": fresh_max,
@@ -75,14 +78,31 @@ class Whitened(CoordinateOptimizer):
             "foreach": foreach,
             "capturable": capturable,
         }
-        clash = (set(ours) & set(self._base.instance.defaults)) - {"weight_decay", "maximize", "foreach", "capturable"}
+        clash = (set(ours) & set(self._base.instance.defaults)) - COMMON
         if clash:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
         super().__init__(params, {**self._base.instance.defaults, **ours}, model)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As ours; the rules then mend what an older version of theirs has left."""
+        super().__setstate__(state)
+        for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
+            rule.mend(self.state, self.param_groups)
+
+    def _writer(self) -> str:
+        return f"{super()._writer()}({self._base.name})"
+
+    def _known_state(self) -> tuple[set[str], set[str], bool]:
+        """The rules' own names beside ours; the shapes of torch's rules are the parameters'."""
+        known, _, _ = super()._known_state()
+        torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
+        return known | self._base.keeps | self._plain.keeps, set(), torchs
+
     def _counted(self, block: Block) -> list[Tensor]:
-        """The rule counts for itself; a bias inside a joint matrix has no state of the rule's."""
-        return block.biases if block.group["joint"] else []
+        """What no rule counts the steps of; a bias inside a joint matrix has no state of the rule's."""
+        rules = [self._plain if outside else self._base for outside in self._outside(block)]
+        uncounted = [p for p, rule in zip(block.parameters, rules, strict=False) if not rule.counts]
+        return uncounted + block.parameters[len(rules) :]
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching."""

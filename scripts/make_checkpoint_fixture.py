@@ -1,0 +1,62 @@
+"""Write tests/fixtures/format-N.pt: checkpoints of several optimizers half way through a run.
+
+Run it when the format of checkpoints changes, and keep the old files: tests/test_checkpoints.py loads all of them.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from cases import OPTIMIZERS
+
+FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
+NAMES = ["whitened-decayed", "fan-in-momentum", "canonical", "evenstep", "whitened-sgd", "whitened-adamw"]
+NAMES += ["whitened-muon", "unit", "weight"]
+
+
+def network() -> nn.Sequential:
+    """A convolution, a norm and a Linear: layers and plain parameters."""
+    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """All parameters in one vector."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def train(model: nn.Module, optimizer: Any, batches: torch.Tensor) -> None:
+    """A step on each batch."""
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def main() -> None:
+    """Train each optimizer for three steps and save it with its weights."""
+    torch.manual_seed(0)
+    saved = {}
+    for name in NAMES:
+        model = network()
+        optimizer = OPTIMIZERS[name].build(model)
+        train(model, optimizer, torch.randn(3, 5, 2, 3) + 1)
+        saved[name] = {"weights": flat(model), "state_dict": optimizer.state_dict()}
+    torch.save(saved, FIXTURES / f"format-{current_format()}.pt")
+
+
+def current_format() -> int:
+    """The format that the installed version writes."""
+    if importlib.util.find_spec("evenstep.checkpoints") is None:
+        return 0
+    return int(importlib.import_module("evenstep.checkpoints").FORMAT)
+
+
+if __name__ == "__main__":
+    FIXTURES.mkdir(exist_ok=True)
+    main()

@@ -1,0 +1,33 @@
+"""docs/compatibility.md says what the records say, and the records say that all is well."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("compatibility", ROOT / "scripts" / "compatibility.py")
+compatibility = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compatibility)
+
+
+def test_the_page_is_made_from_the_records():
+    records = compatibility.read(ROOT / "results" / "compatibility")
+    assert records
+    assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == compatibility.page(records)
+    for record in records.values():
+        assert not any(row["failed"] for row in record["rows"])
+        assert {row["optimizer"] for row in record["rows"]} <= set(compatibility.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"passed": 3, "failed": 0, "skipped": 0, "reasons": []}, "3"),
+        ({"passed": 3, "failed": 1, "skipped": 0, "reasons": []}, "**1 failed**"),
+        ({"passed": 1, "failed": 0, "skipped": 2, "reasons": ["late", "later"]}, "1 a b"),
+        ({"passed": 0, "failed": 0, "skipped": 2, "reasons": ["late"]}, "a"),
+    ],
+)
+def test_a_cell_counts_and_explains(row, expected):
+    assert compatibility.cell(row, {}) == expected

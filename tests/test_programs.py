@@ -1,0 +1,343 @@
+"""Random training programs: whatever is called in whatever order, nothing crashes, is skipped or turns NaN."""
+
+import copy
+import io
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import evenstep
+from cases import OPTIMIZERS
+
+CLEAR = 1e-4  # a gradient this large must move its parameter
+
+
+class Tied(nn.Module):
+    """An autoencoder whose two layers share a weight, transposed by its use."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.three(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+class Language(nn.Module):
+    """Tokens, attention or a recurrent layer, a norm, a bare scale."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(11, 8), nn.Parameter(torch.ones(8))
+        self.inner = (
+            nn.GRU(8, 8, batch_first=True)
+            if recurrent
+            else nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        )
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.inner(self.embed(x))
+        return self.head(self.norm(x[0] if isinstance(x, tuple) else x) * self.scale).mean(1)
+
+
+class Unused(nn.Module):
+    """A layer that no forward uses, and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.twice, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)),
+    "biasless": lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 3, bias=False)),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
+    "weightnorm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)
+    ),
+    "conv": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2, groups=2, bias=False),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    ),
+    "transposed": lambda: nn.Sequential(
+        nn.ConvTranspose2d(2, 3, 2, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+    ),
+    "attention": lambda: Language(recurrent=False),
+    "recurrent": lambda: Language(recurrent=True),
+    "tied": Tied,
+    "unused": Unused,
+}
+SHAPES = {"conv": (2, 4, 4), "transposed": (2, 4, 4), "attention": (5,), "recurrent": (5,)}
+OPERATIONS = [
+    "step", "step", "step", "accumulate", "accumulate", "clip", "clear", "evaluate", "without grad", "zero", "schedule",
+    "save and load", "copy", "freeze", "thaw", "new group", "not a number", "empty", "recompute", "autocast", "look",
+    "detach and attach", "refresh",
+]  # fmt: skip
+
+
+@dataclass
+class Program:
+    """A network, an optimizer with its flags, and what is called in which order."""
+
+    network: str
+    case: str
+    dtype: torch.dtype
+    flags: dict[str, Any]
+    groups: str
+    seed: int
+    operations: list[tuple[str, int]]
+    trace: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All of it, with warnings as errors but for those that say what was done on purpose."""
+        torch.manual_seed(self.seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for said in ("a gradient is not finite", "has a gradient but saw no input", ".*recommended to use torch"):
+                warnings.filterwarnings("ignore", f".*{said}")
+            machine = Machine(self)
+            for name, number in self.operations:
+                self.trace.append(name)
+                getattr(machine, name.replace(" ", "_"))(number)
+                machine.check_finite()
+
+
+class Machine:
+    """The state of a running program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.case = program, OPTIMIZERS[program.case]
+        self.model = MODELS[program.network]().to(program.dtype)
+        self.spare: list[nn.Parameter] = []
+        self.optimizer = self.build()
+
+    def build(self) -> Any:
+        flags = {**self.case.keywords, **self.program.flags}
+        if flags.pop("tensor_lr", False):
+            flags["lr"] = torch.tensor(flags["lr"])
+        groups = self.program.groups
+        if groups == "module":
+            optimizer = self.case.cls(self.model, **flags)
+        elif groups == "decay":
+            optimizer = self.case.cls(evenstep.decay_groups(self.model, 0.1), model=self.model, **flags)
+        else:
+            optimizer = self.case.cls(list(self.model.parameters()), model=self.model, **flags)
+        for p in self.spare:
+            self.add(optimizer, p)
+        return optimizer
+
+    def add(self, optimizer: Any, p: nn.Parameter) -> None:
+        named = self.program.groups == "decay"  # torch wants names for all or none; decay_groups has them
+        optimizer.add_param_group({"params": [("spare", p) if named else p], "weight_decay": 0.01})
+
+    # what is called
+
+    def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = SHAPES.get(self.program.network, (6,))
+        tokens = self.program.network in ("attention", "recurrent")
+        x = torch.randint(0, 11, (rows, *shape)) if tokens else torch.randn(rows, *shape).to(self.program.dtype) + 0.5
+        return x, torch.randn(rows, 3)
+
+    def loss(self, rows: int = 6, forward: Any = None, factor: float = 1.0) -> torch.Tensor:
+        x, t = self.batch(rows)
+        out = (forward or self.model)(x if x.dtype == torch.int64 else factor * x)
+        return ((out.float() - t).tanh().square().sum() + sum(p.sum() for p in self.spare)) / max(1, rows)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if loss.requires_grad:  # all may be frozen
+            loss.backward()
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(self.loss(rows=4 + number % 3))
+        self.step_checked()
+
+    def accumulate(self, number: int) -> None:
+        self.backward(self.loss(rows=2 + number % 4))
+
+    def clip(self, number: int) -> None:
+        self.accumulate(number)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.step_checked()
+
+    def clear(self, number: int) -> None:
+        self.optimizer.zero_grad(set_to_none=bool(number % 2))
+
+    def evaluate(self, number: int) -> None:
+        self.model.eval()
+        self.loss(factor=100.0)
+        self.model.train()
+
+    def without_grad(self, number: int) -> None:
+        with torch.no_grad():
+            self.loss(factor=100.0)
+
+    def zero(self, number: int) -> None:
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)
+        self.step_checked()
+
+    def save_and_load(self, number: int) -> None:
+        file = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        file.seek(0)
+        if number % 2:
+            self.optimizer = self.build()
+        self.optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+    def copy(self, number: int) -> None:
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        model(self.batch(4)[0]).float().sum().backward() if any(p.requires_grad for p in model.parameters()) else None
+        repr(optimizer)
+
+    def freeze(self, number: int) -> None:
+        layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
+        layers[number % len(layers)].requires_grad_(False)
+
+    def thaw(self, number: int) -> None:
+        self.model.requires_grad_(True)
+
+    def new_group(self, number: int) -> None:
+        self.spare.append(nn.Parameter(torch.randn(3, 2, dtype=self.program.dtype)))
+        self.add(self.optimizer, self.spare[-1])
+
+    def not_a_number(self, number: int) -> None:
+        before = [p.detach().clone() for p in self.parameters()]
+        self.backward(self.loss() * float("nan"))
+        self.optimizer.step()
+        if any(p.grad is not None and not p.grad.isfinite().all() for p in self.parameters()):
+            assert all(torch.equal(p, q) for p, q in zip(self.parameters(), before, strict=True))
+        self.optimizer.zero_grad()
+
+    def empty(self, number: int) -> None:
+        if self.program.network in ("batchnorm", "attention", "recurrent"):
+            return  # torch itself refuses
+        self.optimizer.zero_grad()
+        self.backward(self.loss(rows=0))
+        self.optimizer.step()
+
+    def schedule(self, number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * (0.5 if number % 2 else 1.5)
+
+    def recompute(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        reentrant = bool(number % 2) and self.program.network not in ("attention", "recurrent")
+
+        def forward(x):
+            x = x.requires_grad_() if x.is_floating_point() else x
+            return checkpoint(self.model, x, use_reentrant=reentrant)
+
+        if any(p.requires_grad for p in self.model.parameters()):
+            self.backward(self.loss(forward=forward))
+            self.step_checked()
+
+    def autocast(self, number: int) -> None:
+        if self.program.dtype != torch.float32:
+            return
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss()
+        self.backward(loss)
+        self.step_checked()
+
+    def detach_and_attach(self, number: int) -> None:
+        self.optimizer.detach()
+        if number % 2:
+            self.step(number)
+        self.optimizer.attach(self.model)
+
+    def refresh(self, number: int) -> None:
+        if self.spare:
+            return  # parameters that are not the model's would leave
+        self.optimizer.refresh()
+
+    def look(self, number: int) -> None:
+        repr(self.optimizer)
+        self.optimizer.fired()
+        assert len(self.optimizer.coverage()) == len(self.parameters())
+
+    # what must hold
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def step_checked(self) -> None:
+        """One step: whatever has a clear gradient moves, whatever has none stays."""
+        before = {p: p.detach().clone() for p in self.parameters()}
+        self.optimizer.step()
+        if not all(p.grad is None or p.grad.isfinite().all() for p in before):
+            return
+        still = [p for p, old in before.items() if torch.equal(p, old)]
+        for p in before:
+            if p.grad is None:
+                assert any(p is q for q in still), "moved without a gradient"
+            elif p.grad.abs().max() > CLEAR and self.program.dtype != torch.bfloat16:  # which may round a step away
+                assert not any(p is q for q in still) or self.bias_took_it(p, still), "a gradient, and no step"
+
+    def bias_took_it(self, weight: torch.Tensor, still: list[torch.Tensor]) -> bool:
+        """A weight whose inputs are constant in a batch has no step of its own in centred coordinates: its bias has."""
+        owners = [m for m in self.model.modules() if getattr(m, "weight", None) is weight]
+        return any(m.bias is not None and not any(m.bias is q for q in still) for m in owners if hasattr(m, "bias"))
+
+    def check_finite(self) -> None:
+        assert all(p.isfinite().all() for p in self.parameters())
+        for state in self.optimizer.state.values():
+            assert all(not torch.is_tensor(v) or v.isfinite().all() for v in state.values())
+
+
+def flags(case: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Flags that an optimizer may have beside its own keywords."""
+    optional = {
+        "foreach": st.sampled_from([None, True, False]),
+        "maximize": st.booleans(),
+        "weight_decay": st.sampled_from([0.0, 0.05]),
+        "trust": st.sampled_from([None, 0.1]),
+        "tensor_lr": st.booleans(),
+        "exclude": st.sampled_from([(), ("*0*",), ("*bias",)]),
+    }
+    if OPTIMIZERS[case].keywords.get("base") is not torch.optim.AdamW:  # capturable on a GPU alone
+        optional["capturable"] = st.booleans()
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+@st.composite
+def programs(draw) -> Program:
+    case = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    return Program(
+        network=draw(st.sampled_from(sorted(MODELS))),
+        case=case,
+        dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
+        flags=draw(flags(case)),
+        groups=draw(st.sampled_from(["module", "list", "decay"])),
+        seed=draw(st.integers(0, 2**16)),
+        operations=draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 7)), min_size=4, max_size=14)),
+    )
+
+
+@settings(max_examples=100)
+@given(programs())
+def test_random_programs_run(program):
+    program.run()
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(programs())
+def test_a_thousand_random_programs_run(program):
+    program.run()

@@ -1,0 +1,302 @@
+"""Layers from elsewhere: taught by register_layer, known by name, made of known ones, or plain with a reason."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+
+import evenstep
+from cases import OPTIMIZERS
+from evenstep import layers
+
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(layers, "KINDS", dict(layers.KINDS))
+    monkeypatch.setattr(layers, "NAMED", dict(layers.NAMED))
+
+
+def table(optimizer):
+    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+
+
+def train(model, optimizer, batches):
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def some_batches(*shape):
+    return [torch.randn(*shape).double() + 1 for _ in range(3)]
+
+
+class OwnForward(nn.Linear):
+    """A Linear with a forward of its own, which may compute anything."""
+
+    def forward(self, x):
+        return functional.linear(x, self.weight) + self.bias
+
+
+class PerHead(nn.Module):
+    """Each of 4 heads maps its own 3 features to 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 3, 2)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        return torch.einsum("bhi,hio->bho", x, self.weight) + self.bias
+
+
+class PerHeadKind(evenstep.LayerKind):
+    def groups(self, module):
+        return 4
+
+    def matrix(self, module, weight):
+        return weight.mT.unsqueeze(-1)
+
+    def unmatrix(self, module, matrix, weight):
+        return matrix.squeeze(-1).mT
+
+    def look(self, module, args, kwargs, output, batch_dim):
+        x = args[0].flatten(1)
+        return [layers.Look(x, dim=1, examples=len(x), applied=len(x))]
+
+
+class Apart(nn.Module):
+    """PerHead as four Linears."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
+        with torch.no_grad():
+            for k, head in enumerate(self.heads):
+                head.weight.copy_(whole.weight[k].T)
+                head.bias.copy_(whole.bias[k])
+
+    def forward(self, x):
+        return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
+
+
+# taught
+
+
+@pytest.mark.feature("register_layer")
+@every_optimizer
+def test_a_class_registered_like_a_linear_steps_like_one(case):
+    model, batches = nn.Sequential(OwnForward(4, 3), nn.Linear(3, 2)).double(), some_batches(6, 4)
+    twin = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    evenstep.register_layer(OwnForward, nn.Linear)
+    optimizer, other = case.build(model), case.build(twin)
+    assert table(optimizer) == table(other)
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q)
+
+
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep, evenstep.FanInSGD])
+def test_a_kind_of_ones_own_steps_like_the_layers_it_stands_for(cls):
+    model, batches = PerHead().double(), some_batches(6, 4, 3)
+    twin = Apart(model)
+    evenstep.register_layer(PerHead, PerHeadKind())
+    train(model, cls(model, lr=0.05), batches)
+    train(twin, cls(twin, lr=0.05), batches)
+    for k, head in enumerate(twin.heads):
+        if cls is evenstep.WhitenedSGD:  # damping is relative to the layer's mean variance: of all heads, or of each
+            assert_close(model.weight[k].T, head.weight, rtol=0.05, atol=1e-3)
+        else:
+            assert torch.nn.functional.cosine_similarity(model.weight[k].T, head.weight).min() > 0.99
+
+
+def test_undamped_a_kind_of_ones_own_steps_exactly_like_its_parts():
+    model, batches = PerHead().double(), some_batches(9, 4, 3)
+    twin = Apart(model)
+    evenstep.register_layer(PerHead, PerHeadKind())
+    keywords = {"lr": 0.05, "damping": 0.0, "fresh_max": None, "trust": None}
+    train(model, evenstep.WhitenedSGD(model, **keywords), batches)
+    train(twin, evenstep.WhitenedSGD(twin, **keywords), batches)
+    for k, head in enumerate(twin.heads):
+        assert_close(model.weight[k].T, head.weight)
+        assert_close(model.bias[k], head.bias)
+
+
+def test_a_class_may_be_named_before_it_is_there():
+    evenstep.register_layer(f"{__name__}.Later", nn.Linear)
+    later = type("Later", (nn.Linear,), {"forward": OwnForward.forward, "__module__": __name__})
+    assert set(table(evenstep.EvenStep(later(2, 2))).values()) == {("whitened", "")}
+
+
+def test_a_subclass_of_a_registered_class_with_a_forward_of_its_own_is_plain():
+    evenstep.register_layer(OwnForward, nn.Linear)
+    tripled = type("Tripled", (OwnForward,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
+    model = nn.Sequential(tripled(2, 2), OwnForward(2, 2))
+    assert [how for how, _ in table(evenstep.EvenStep(model)).values()] == ["plain", "plain", "whitened", "whitened"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "message"),
+    [
+        (3, nn.Linear, "layer must be a class of nn.Module or its dotted name; got 3"),
+        (nn.Linear(2, 2), nn.Linear, "layer must be a class of nn.Module or its dotted name; got Linear"),
+        (OwnForward, nn.LayerNorm, "LayerNorm is no known kind of layer; give a LayerKind instead"),
+        (OwnForward, OwnForward, "OwnForward is no known kind of layer"),
+        (OwnForward, "Linear", "kind must be a LayerKind or a class of layers it knows; got 'Linear'"),
+        (OwnForward, evenstep.LayerKind, "kind must be a LayerKind or a class of layers it knows; got <class"),
+    ],
+)
+def test_bad_registrations_are_named(layer, kind, message):
+    with pytest.raises(ValueError, match=f"register_layer: {message}"):
+        evenstep.register_layer(layer, kind)
+
+
+class Flat(PerHeadKind):
+    def matrix(self, module, weight):
+        return weight.flatten(1)
+
+
+class Scrambled(PerHeadKind):
+    def unmatrix(self, module, matrix, weight):
+        return matrix.reshape(weight.shape)
+
+
+@pytest.mark.parametrize(("kind", "got"), [(Flat(), r"\[4, 6\]"), (Scrambled(), r"\[4, 2, 3, 1\]")])
+def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
+    evenstep.register_layer(PerHead, kind)
+    name = type(kind).__name__
+    message = rf"layer '0' \(PerHead\): {name}\.matrix must give .*got {got} for a weight of shape \[4, 3, 2\]"
+    with pytest.raises(ValueError, match=message):
+        evenstep.EvenStep(nn.Sequential(PerHead()))
+
+
+# known by name, or made of known ones
+
+
+class Conv1D(nn.Module):
+    """As Transformers has it: a Linear with its weight transposed."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, units) / 4), nn.Parameter(torch.zeros(units))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+@pytest.mark.feature("Transformers' Conv1D")
+@every_optimizer
+def test_conv1d_steps_like_a_linear(case):
+    model, batches = nn.Sequential(Conv1D(4, 6), nn.Tanh(), Conv1D(6, 2)).double(), some_batches(5, 3, 4)
+    twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.copy_(p.T if p.dim() > 1 else p)
+    optimizer, other = case.build(model), case.build(twin)
+    assert table(optimizer) == table(other)
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p.T if p.dim() > 1 else p, q)
+
+
+def test_conv1d_called_by_keyword():
+    model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
+    optimizer = evenstep.EvenStep(model)
+    model(x=x).square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["mass"] > 0
+
+
+class LoRA(nn.Module):
+    """An adapter beside a frozen layer, as peft makes them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.feature("LoRA adapters")
+@every_optimizer
+def test_adapters_train_and_what_they_adapt_stays(case):
+    model = nn.Sequential(LoRA(nn.Linear(4, 6)), nn.Tanh(), LoRA(nn.Linear(6, 2))).double()
+    optimizer = case.build(model)
+    rows = table(optimizer)
+    assert {how for name, (how, _) in rows.items() if "base" in name} == {"frozen"}
+    expected = {"plain"} if case.cls is evenstep.BlockNaturalSGD else {"whitened", "canonical", "fan-in"}
+    assert {how for name, (how, _) in rows.items() if "base" not in name} <= expected
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, some_batches(5, 4))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == ("base" in name)
+
+
+# plain, and why
+
+
+@pytest.mark.feature("parametrized weights (weight_norm)")
+@every_optimizer
+def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
+    optimizer = case.build(model)
+    rows = table(optimizer)
+    assert rows["0.bias"] == ("plain", "its layer's weight is computed")
+    for part in ("original0", "original1"):
+        assert rows[f"0.parametrizations.weight.{part}"] == ("plain", "its layer's weight is computed from it")
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, some_batches(5, 4))
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_the_older_weight_norm_says_so_too():
+    rows = table(evenstep.EvenStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
+    assert rows["0.weight_g"] == rows["0.weight_v"] == ("plain", "its layer's weight is computed from it")
+    assert rows["0.bias"] == ("plain", "its layer's weight is computed")
+
+
+def quantized():
+    from torch.ao.nn import qat
+    from torch.ao.quantization import get_default_qat_qconfig
+
+    return nn.Sequential(qat.Linear(4, 3, qconfig=get_default_qat_qconfig()), nn.Linear(3, 2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.feature("quantization-aware modules")
+@every_optimizer
+def test_quantization_aware_layers_are_plain_until_registered(case):
+    model = quantized()
+    rows = table(case.build(model))
+    assert rows["0.weight"] == ("plain", "torch.ao.nn.qat.modules.linear.Linear has a forward of its own")
+    evenstep.register_layer(type(model[0]), nn.Linear)
+    twin = copy.deepcopy(model)
+    assert table(case.build(twin))["0.weight"] == table(case.build(twin))["1.weight"]
+    before = [p.detach().clone() for p in twin.parameters()]
+    train(twin, case.build(twin), [x.float() for x in some_batches(5, 4)])
+    assert all(p.isfinite().all() for p in twin.parameters())
+    assert not any(torch.equal(p, q) for p, q in zip(twin.parameters(), before, strict=True))
+
+
+def test_functional_use_of_a_registered_layer_is_told_of():
+    """A layer whose weight is used without calling it shows nothing: the last moments serve, with a warning."""
+    layer = nn.Linear(3, 2)
+    optimizer = evenstep.EvenStep(layer)
+    functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
+    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
+        optimizer.step()
