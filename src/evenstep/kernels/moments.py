@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launch import Launcher
+
 SLOTS = 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,30 +51,24 @@ def add(x: Tensor, look: Any, stage: Any) -> None:
     strides = [0] * (4 - len(others)) + [x.stride(d) for d in others]
     rows, inputs = x.numel() // x.shape[look.dim], stage.inputs
     width = 16 if inputs <= 16 else 32 if inputs <= 512 else 64
-    _kernel()[(-(-inputs // width), SLOTS)](
-        x,
-        stage.slots,
-        stage.centre,
-        stage.tally,
-        stage.seen,
-        stage.clock,
-        rows,
-        look.zeros,
-        look.applied,
-        look.examples,
-        inputs,
-        x.stride(look.dim),
-        *sizes[1:],
-        *strides,
+    step = x.stride(look.dim)
+    arguments = (x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
+    numbers = (rows, look.zeros, look.applied, look.examples, inputs, step, *sizes[1:], *strides)
+    key = x.device.index, x.dtype, x.data_ptr() % 16 == 0, max(numbers) < 2**31
+    _kernel()(
+        key,
+        (-(-inputs // width), SLOTS, 1),
+        arguments + numbers,
+        4,
+        DENSE=step == 1,
         WIDTH=width,
         TALL=2048 // width,
         SLOTS=SLOTS,
-        num_warps=4,
     )
 
 
 @cache
-def _kernel() -> Any:
+def _kernel() -> Launcher:
     from .triton_moments import add_moments
 
-    return add_moments
+    return Launcher(add_moments)

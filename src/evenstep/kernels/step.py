@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..guards import CROWD
+from .launch import Launcher
 from .moments import available
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -92,6 +93,8 @@ class Room:
                 starts[k], flags, groups * units, groups * inputs if moving else 0,
                 stage.slots.shape[0] if moving else 0, layout.guarded.index(k) if stage is not None else -1,
             ])  # fmt: skip
+        self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
+        self.wide = max(s[2] * s[3] for s in layout.shapes) > 256
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
         self.owner = layout.units.owner.to(torch.int32)
         self.addresses = Sent(count, 15, torch.int64, device)
@@ -120,25 +123,29 @@ class TritonStep:
         rows = [self._addresses(k, block, state) for k, block in enumerate(layout.blocks)]
         self.addresses = self.room.addresses.send(rows)
         self.settings = self._settings()
-        kernels = _kernels()
         room, count = self.room, len(layout.blocks)
-        kernels["frame"][(count,)](
-            self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers,
-            layout.identity + 1, count, LINEAR=linear, BLOCK=256, num_warps=4,
-        )  # fmt: skip
+        arguments = (self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers)
+        sizes = layout.identity + 1, count
+        _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, 4, LINEAR=linear, BLOCK=256)
         self._rows("add_up")
 
     def _rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
-        lay, room = self.layout, self.room
-        widest = max(s[2] * s[3] for s in lay.shapes)
-        _kernels()[name][(lay.total,)](
-            self.addresses, room.shapes, self.settings, room.owner, room.vectors, room.layers, room.sums, room.motion,
-            room.owner if ok is None else ok, lay.identity + 1, lay.total,
-            MOMENTUM=float(self.momentum), HAS_MOMENTUM=bool(self.momentum), AHEAD=self.even,
-            PROJECT=bool(lay.unbiased), KIND=KINDS[lay.blocks[0].weight.dtype],
-            BLOCK=256 if widest <= 256 else 1024, num_warps=2 if widest <= 256 else 4,
-        )  # fmt: skip
+        lay, room, wide = self.layout, self.room, self.room.wide
+        tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
+        arguments = (self.addresses, room.shapes, self.settings, *tensors, lay.identity + 1, lay.total)
+        _kernels()[name](
+            room.key,
+            (lay.total, 1, 1),
+            arguments,
+            4 if wide else 2,
+            MOMENTUM=float(self.momentum),
+            HAS_MOMENTUM=bool(self.momentum),
+            AHEAD=self.even,
+            PROJECT=bool(lay.unbiased),
+            KIND=KINDS[lay.blocks[0].weight.dtype],
+            BLOCK=1024 if wide else 256,
+        )
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
@@ -148,22 +155,29 @@ class TritonStep:
         """Make the step, unless the mask `ok` says no."""
         lay, room = self.layout, self.room
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
-        _kernels()["measure"][(len(lay.blocks),)](
-            self.addresses, room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok,
-            lay.total, len(lay.blocks), float(floor), 1 - float(self.momentum),
-            EVEN=self.even, GUARD=guarded, CROWD=0.0 if self.linear else CROWD, PROJECT=bool(lay.unbiased),
-            TURNS=1 + guarded, BLOCK=512, num_warps=4,
-        )  # fmt: skip
+        tensors = room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok
+        sizes = lay.total, len(lay.blocks), float(floor), 1 - float(self.momentum)
+        _kernels()["measure"](
+            room.key,
+            (len(lay.blocks), 1, 1),
+            (self.addresses, *tensors, *sizes),
+            4,
+            EVEN=self.even,
+            GUARD=guarded,
+            CROWD=0.0 if self.linear else CROWD,
+            PROJECT=bool(lay.unbiased),
+            TURNS=1 + guarded,
+            BLOCK=512,
+        )
         self._rows("move", ok)
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
         lay, room = self.layout, self.room
         if lay.shared:
-            _kernels()["commit"][(len(lay.blocks),)](
-                self.addresses, room.shapes, self.settings, room.fresh, room.layers, ok, lay.identity + 1,
-                len(lay.blocks), BLOCK=256, num_warps=4,
-            )  # fmt: skip
+            tensors = self.addresses, room.shapes, self.settings, room.fresh, room.layers, ok
+            sizes = lay.identity + 1, len(lay.blocks)
+            _kernels()["commit"](room.key, (len(lay.blocks), 1, 1), tensors + sizes, 4, BLOCK=256)
 
     def _addresses(self, k: int, block: Any, state: Any) -> list[int]:
         lay, stage, mine = self.layout, self.layout.stages[k], state[block.weight]
@@ -216,7 +230,7 @@ class TritonStep:
 
 
 @cache
-def _kernels() -> dict[str, Any]:
+def _kernels() -> dict[str, Launcher]:
     from . import triton_step as t
 
-    return {"frame": t.frame, "add_up": t.add_up, "measure": t.measure, "move": t.move, "commit": t.commit}
+    return {kernel.__name__: Launcher(kernel) for kernel in (t.frame, t.add_up, t.measure, t.move, t.commit)}

@@ -4,18 +4,20 @@
 import triton
 import triton.language as tl
 
-FREE = ("rows", "zeros", "applied", "examples", "inputs", "n1", "n2", "n3", "s0", "s1", "s2", "s3")
+FREE = ("rows", "zeros", "applied", "examples", "inputs", "step", "n1", "n2", "n3", "s0", "s1", "s2", "s3")
 
 
 @triton.jit(do_not_specialize=FREE)
 def add_moments(
     x, slots, centre, tally, seen, clock, rows, zeros, applied, examples, inputs, step, n1, n2, n3, s0, s1, s2, s3,
-    WIDTH: tl.constexpr, TALL: tl.constexpr, SLOTS: tl.constexpr,
+    DENSE: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     block, slot = tl.program_id(0), tl.program_id(1)
     c = block * WIDTH + tl.arange(0, WIDTH)
     inside = c < inputs
-    column = c.to(tl.int64) * step
+    column = c.to(tl.int64)
+    if not DENSE:
+        column = column * step
     middle = tl.load(centre + c, mask=inside, other=0.0)
     first_row = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     # every program sees either NaN, and takes the first row, or what another has put there: the first row

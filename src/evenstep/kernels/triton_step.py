@@ -22,6 +22,14 @@ def floats(address):
     return address.to(tl.pointer_type(tl.float32))
 
 
+@triton.jit
+def input_at(column, columns, inputs, inner):
+    found = column
+    if inputs != columns:  # a kernel's positions share an input, or all columns have none
+        found = (column // inner) % inputs
+    return found
+
+
 @triton.jit(do_not_specialize=SIZES)
 def frame(
     addresses, shapes, settings, vectors, fresh, layers, width, blocks, LINEAR: tl.constexpr, BLOCK: tl.constexpr
@@ -143,7 +151,7 @@ def add_up(
             for begin in range(0, columns, BLOCK):
                 c = begin + tl.arange(0, BLOCK)
                 here = c < columns
-                i = base + (c // inner) % inputs
+                i = base + input_at(c, columns, inputs, inner)
                 alpha = tl.load(vectors + width + i, mask=here, other=0.0)
                 u = alpha * tl.load(vectors + i, mask=here, other=0.0)
                 fresh = tl.load(vectors + 3 * width + i, mask=here, other=0.0)
@@ -167,7 +175,7 @@ def add_up(
     for begin in range(0, columns, BLOCK):
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
-        i = base + (c // inner) % inputs
+        i = base + input_at(c, columns, inputs, inner)
         mu = tl.load(vectors + i, mask=here, other=0.0)
         alpha = tl.load(vectors + width + i, mask=here, other=0.0)
         spread = tl.load(vectors + 2 * width + i, mask=here, other=0.0)
@@ -337,7 +345,7 @@ def move(
     for begin in range(0, columns, BLOCK):
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
-        i = base + (c // inner) % inputs
+        i = base + input_at(c, columns, inputs, inner)
         alpha = tl.load(vectors + width + i, mask=here, other=0.0)
         u = alpha * tl.load(vectors + i, mask=here, other=0.0)
         on_v = scale * alpha * tl.load(grad + c, mask=here, other=0.0).to(tl.float32) - shift * u
