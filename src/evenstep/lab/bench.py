@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +64,23 @@ class Setting:
     autocast: bool = False
     channels_last: bool = False
     threads: int = 0
+    width: int | None = None
+    depth: int | None = None
+    seed: int = 0
 
 
 class Contender:
     """A network, its optimizer and its data, ready to make steps."""
 
     def __init__(self, name: str, setting: Setting) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(setting.seed)
         subject, device = SUBJECTS[setting.model], torch.device(setting.device)
         self.name, self.device, self.autocast = name, device, setting.autocast
-        model = subject.build(norm=True) if name == "batch-norm" else subject.build()
+        size = {k: v for k, v in (("width", setting.width), ("depth", setting.depth)) if v is not None}
+        model = subject.build(**size, **({"norm": True} if name == "batch-norm" else {}))
         layout = torch.channels_last if setting.channels_last else torch.contiguous_format
         self.model = model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
-        self.x, self.y = subject.batch(setting.batch, device)
+        self.x, self.y = subject.batch(setting.batch, setting.width, device)
         if setting.channels_last:
             self.x = self.x.to(memory_format=layout)
         self.optimizer = CONTENDERS[name](self.model)
@@ -123,7 +127,8 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
     """The record of one comparison: per contender median seconds, ratio to the first with its spread, memory."""
     if setting.threads:
         torch.set_num_threads(setting.threads)
-    contenders = [Contender(name, setting) for name in setting.contenders]
+    known = [n for n in setting.contenders if n != "batch-norm" or SUBJECTS[setting.model].norm]
+    contenders = [Contender(name, setting) for name in known]
     device = contenders[0].device
     memory = {}
     for c in contenders:
@@ -148,7 +153,7 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
     if device.type == "cuda":
         torch.cuda.empty_cache()
     torch._dynamo.reset()
-    return records.make({"bench": True, **asdict(setting)}, 0, metrics, device)
+    return records.make({"bench": True, **asdict(setting)}, setting.seed, metrics, device)
 
 
 def summary(contender: Contender, times: dict[str, list[float]], memory: int | None) -> dict[str, Any]:
@@ -170,12 +175,13 @@ def summary(contender: Contender, times: dict[str, list[float]], memory: int | N
 def table(record: records.Record) -> str:
     """The rows as text."""
     c = record["config"]
+    sizes = ", ".join(f"{k} {c[k]}" for k in ("width", "depth", "batch") if c.get(k) is not None)
     how = ", ".join(
         w
         for w, on in (("compiled", c["compiled"]), ("bf16", c["autocast"]), ("channels_last", c["channels_last"]))
         if on
     )
-    lines = [f"{c['model']}, batch {c['batch'] or 'default'}, {how or 'eager'}, {record['environment']['device']}"]
+    lines = [f"{c['model']}{', ' if sizes else ''}{sizes}, {how or 'eager'}, {record['environment']['device']}"]
     for row in record["metrics"]:
         lines.append(
             f"  {row['contender']:15} {1e3 * row['seconds']:9.3f} ms  ratio {row['ratio']:.3f} "
@@ -185,10 +191,23 @@ def table(record: records.Record) -> str:
     return "\n".join(lines)
 
 
+def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:
+    """The comparisons asked for; with `sweep`, how cost grows with width, batch and depth of dense nets, too."""
+    sizes: list[int | None] = [*batches] or [None]
+    found = [replace(base, model=model, batch=batch) for model in models for batch in sizes]
+    if sweep:
+        net = replace(base, model="mlp")
+        found += [replace(net, width=width) for width in (64, 256, 1024)]
+        found += [replace(net, batch=batch) for batch in (32, 128, 512, 2048)]
+        found += [replace(net, depth=depth) for depth in (2, 8, 32)]
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Without rich and tyro, for machines that have torch alone."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="+", choices=SUBJECTS, default=["paper-cnn", "paper-cnn-4"])
+    parser.add_argument("--model", nargs="*", choices=SUBJECTS, default=["paper-cnn", "paper-cnn-4"])
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["sgd", "whitened-sgd", "evenstep"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[])
@@ -199,16 +218,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    for model in args.model:
-        for batch in args.batch or [None]:
-            setting = Setting(
-                model, tuple(args.contenders), args.device, batch, args.rounds, args.compiled, args.autocast,
-                args.channels_last, args.threads,
-            )  # fmt: skip
-            record = run(setting)
-            print(table(record), flush=True)
-            if args.out is not None:
-                records.append(args.out, record)
+    base = Setting(
+        "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,
+        args.threads,
+    )  # fmt: skip
+    for setting in settings(base, args.model, args.batch, args.sweep):
+        record = run(setting)
+        print(table(record), flush=True)
+        if args.out is not None:
+            records.append(args.out, record)
 
 
 if __name__ == "__main__":

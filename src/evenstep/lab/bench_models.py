@@ -35,6 +35,12 @@ def alexnet(classes: int = 1000) -> nn.Module:
     )
 
 
+def mlp(width: int = 256, depth: int = 4, classes: int = 10) -> nn.Module:
+    """Dense layers of one width with ReLUs, to show how cost grows."""
+    hidden = [m for _ in range(depth - 1) for m in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), *hidden, nn.Linear(width, classes))
+
+
 class Bottleneck(nn.Module):
     """ResNet's 1x1, 3x3, 1x1 with a shortcut; without batch norm the convolutions have biases."""
 
@@ -130,10 +136,13 @@ class Subject(NamedTuple):
     shape: tuple[int, ...]
     classes: int
     tokens: bool = False
+    norm: bool = False  # whether it can be built with batch norm
 
-    def batch(self, batch: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Random data of this kind; `batch` examples instead of the usual number."""
+    def batch(self, batch: int | None, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Random data of this kind; `batch` examples, and for dense nets `width` inputs, instead of the usual."""
         shape = self.shape if batch is None else (batch, *self.shape[1:])
+        if width is not None and len(shape) == 2 and not self.tokens:
+            shape = shape[0], width
         if self.tokens:
             x = torch.randint(0, self.classes, shape, device=device)
             return x, x.roll(-1, 1)
@@ -141,12 +150,17 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = {
-    "paper-cnn": Subject(lambda norm=False, width=1: paper_cnn(batch_norm=norm, width=width), (64, 3, 32, 32), 10),
-    "paper-cnn-4": Subject(lambda norm=False, width=4: paper_cnn(batch_norm=norm, width=width), (256, 3, 32, 32), 10),
+    "paper-cnn": Subject(
+        lambda norm=False, width=1: paper_cnn(batch_norm=norm, width=width), (64, 3, 32, 32), 10, norm=True
+    ),
+    "paper-cnn-4": Subject(
+        lambda norm=False, width=4: paper_cnn(batch_norm=norm, width=width), (256, 3, 32, 32), 10, norm=True
+    ),
     "alexnet": Subject(alexnet, (256, 3, 224, 224), 1000),
     "resnet50": Subject(resnet50, (256, 3, 224, 224), 1000),
-    "resnet50-plain": Subject(lambda norm=False: resnet50(norm), (256, 3, 224, 224), 1000),
+    "resnet50-plain": Subject(lambda norm=False: resnet50(norm), (256, 3, 224, 224), 1000, norm=True),
     "vit-b16": Subject(ViT, (128, 3, 224, 224), 1000),
     "gpt2-small": Subject(GPT, (16, 1024), 50257, True),
+    "mlp": Subject(mlp, (128, 256), 10),
     "gpt-tiny": Subject(lambda: GPT(512, 64, 128, 2), (8, 64), 512, True),
 }

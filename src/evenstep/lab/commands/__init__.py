@@ -3,4 +3,4 @@
 A new command is a new file here and its name in COMMANDS.
 """
 
-COMMANDS = ("demo", "reproduce", "sweep", "train", "report", "doctor")
+COMMANDS = ("demo", "reproduce", "sweep", "train", "report", "doctor", "bench")

@@ -1,0 +1,82 @@
+"""`evenstep bench`: step time and memory of optimizers, as ratios to SGD."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.lab import bench, records, usage
+from evenstep.lab.bench_models import SUBJECTS
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time training steps of several optimizers on the same network, interleaved in one run, as ratios to the first."""
+
+    model: tuple[str, ...] = ("paper-cnn", "paper-cnn-4")
+    """Networks: paper-cnn, paper-cnn-4, alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small, gpt-tiny, mlp."""
+    contenders: tuple[str, ...] = ("sgd", "batch-norm", "whitened-sgd", "evenstep")
+    """Optimizers; the first is what the others are measured by. Those that a network cannot have are left out."""
+    device: str = "cpu"
+    """Where to train: cpu, cuda, ..."""
+    batch: tuple[int, ...] = ()
+    """Batch sizes; without any, each network's usual one."""
+    rounds: int = 50
+    """Steps of each contender that are timed."""
+    compiled: bool = False
+    """Compile the networks."""
+    autocast: bool = False
+    """Compute in bfloat16 where autocast does."""
+    channels_last: bool = False
+    """Lay images out with channels last."""
+    sweep: bool = False
+    """Also show how cost grows with width, batch and depth of a dense network."""
+    seed: int = 0
+    """Seed of weights and data."""
+    threads: int = 0
+    """CPU threads; 0 leaves them as they are."""
+    out: Path = Path("runs/bench")
+    """Folder for the records."""
+
+
+def main(options: Options) -> int:
+    """Time what is asked for, show each table as it is done; the exit code."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    for name in options.model:
+        usage.known_name(name, SUBJECTS, "network")
+    for name in options.contenders:
+        usage.known_name(name, bench.CONTENDERS, "contender")
+    usage.in_range(options.rounds, 2, 100_000, "--rounds")
+    usage.usable_device(options.device)
+    path = usage.writable_folder(options.out) / "bench.jsonl"
+    base = bench.Setting(
+        "",
+        options.contenders,
+        options.device,
+        None,
+        options.rounds,
+        options.compiled,
+        options.autocast,
+        options.channels_last,
+        options.threads,
+        seed=options.seed,
+    )
+    console = Console()
+    for setting in bench.settings(base, options.model, options.batch, options.sweep):
+        with Progress(console=console, transient=True) as progress:
+            rounds = iter(progress.track(range(setting.rounds), description=setting.model))
+            record = bench.run(setting, advance(rounds))
+        records.append(path, record)
+        console.print(bench.table(record), highlight=False, soft_wrap=True)
+    console.print(f"Records: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def advance(rounds: Iterator[int]) -> Callable[[int], None]:
+    """What moves the bar after each round."""
+
+    def one(_: int) -> None:
+        next(rounds, None)
+
+    return one

@@ -1,0 +1,64 @@
+"""The benchmark: it runs every contender, records ratios, and refuses what it does not know."""
+
+import pytest
+
+from evenstep.lab import bench, cli, records
+from evenstep.lab.bench_models import SUBJECTS
+
+
+def test_a_comparison_has_a_row_per_contender(tmp_path):
+    setting = bench.Setting("gpt-tiny", ("sgd", "muon", "whitened-sgd", "evenstep", "batch-norm"), rounds=2)
+    seen = []
+    record = bench.run(setting, seen.append, warm_up=1)
+    assert seen == [0, 1]
+    rows = {row["contender"]: row for row in record["metrics"]}
+    assert list(rows) == ["sgd", "muon", "whitened-sgd", "evenstep"], "there is no batch norm in a transformer"
+    assert rows["sgd"]["ratio"] == 1 and all(row["seconds"] > 0 for row in rows.values())
+    assert rows["sgd"]["state_per_parameter"] == 0 < rows["evenstep"]["state_per_parameter"] < 0.05
+    assert "evenstep" in bench.table(record)
+
+
+@pytest.mark.parametrize("name", ["paper-cnn", "mlp", "gpt-tiny"])
+def test_small_networks_train(name):
+    setting = bench.Setting(name, ("sgd",), batch=2, rounds=2)
+    assert bench.run(setting, warm_up=1)["metrics"][0]["seconds"] > 0
+
+
+def test_large_networks_have_the_sizes_of_their_papers():
+    import torch
+
+    with torch.device("meta"):
+        counts = {name: sum(p.numel() for p in SUBJECTS[name].build().parameters()) for name in SUBJECTS}
+    assert counts["resnet50"] == 25_557_032 and counts["alexnet"] == 61_100_840
+    assert counts["gpt2-small"] == 124_439_808
+    assert 85e6 < counts["vit-b16"] < 87e6
+
+
+def test_sweeps_vary_one_thing_at_a_time():
+    found = bench.settings(bench.Setting("", ("sgd",)), ["mlp"], [], sweep=True)
+    varied = [{k: getattr(s, k) for k in ("width", "batch", "depth") if getattr(s, k) is not None} for s in found[1:]]
+    assert all(len(v) == 1 for v in varied) and {k for v in varied for k in v} == {"width", "batch", "depth"}
+
+
+def test_the_command_writes_records(tmp_path, capsys):
+    out = tmp_path / "bench"
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "--model", "mlp", "--contenders", "sgd", "evenstep", "--rounds", "2", "--out", str(out)])
+    assert done.value.code == 0 and len(records.read(out / "bench.jsonl")) == 1
+    assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "resnet5"], "did you mean 'resnet50'?"),
+        (["--contenders", "evnstep"], "did you mean 'evenstep'?"),
+        (["--rounds", "0"], "--rounds must be between"),
+        (["--device", "nowhere"], "--device nowhere cannot be used here"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", *arguments])
+    error = capsys.readouterr().err
+    assert done.value.code == 2 and said in error and error.count("\n") == 1
