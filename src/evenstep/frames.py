@@ -77,6 +77,7 @@ def recentre(state: State, stage: Stage) -> None:
     """Sum the next batch about the running mean, or about its first row while there is none."""
     if "mx" in state:
         stage.centre.copy_(torch.where(state["mass"] > 0, state["mx"], torch.nan))
+        stage.centred = False
 
 
 def grouped(state: State, stage: Stage, groups: int) -> tuple[Running, Sums, Tensor]:

@@ -51,19 +51,24 @@ class Stage:
         self.g2 = torch.zeros(units, dtype=dtype, device=like.device)
         self.tally = torch.zeros(4, dtype=dtype, device=like.device)
         self.seen = torch.zeros((), device=like.device)
+        self.centred = False  # whether the host knows that the centre is a running mean
+        self.counts: dict[tuple[int, int, int], Tensor] = {}
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
 
     def _name(self) -> None:
         self.rows, self.zeros, self.applied, self.examples = self.tally.unbind()
+        self.first, self.second = self.slots[0].unbind()
+        self.counts = {}
         device = self.tally.device
         self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         if self.tally.device != device:
-            if self.slots.shape[0] != moments_kernel.slots(self.slots, device):
-                self.slots = self.slots.sum(0, keepdim=True).expand(moments_kernel.slots(self.slots, device), -1, -1)
+            whole = self.slots.sum(0)
+            self.slots = self.slots.new_zeros(moments_kernel.slots(self.slots, device), *whole.shape)
+            self.slots[0] = whole
             for name in ("slots", "centre", "g2", "tally", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._name()
@@ -84,19 +89,30 @@ class Stage:
             return
         self.examples.add_(self.seen != self.clock, alpha=look.examples)
         self.seen.copy_(self.clock)
-        self.applied.add_(look.applied)
+        self._count(0 if x is None else x.numel() // x.shape[look.dim], look.zeros, look.applied)
         if x is None:
             return
-        row = x
-        for dim in reversed(range(x.dim())):
-            row = row if dim == look.dim else row.select(dim, 0)
-        self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
+        if torch.compiler.is_compiling() or not self.centred:
+            row = x
+            for dim in reversed(range(x.dim())):
+                row = row if dim == look.dim else row.select(dim, 0)
+            self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         first, second = sum_about(x, self.centre, look.dim)
-        self.slots[0, 0].add_(first)
-        self.slots[0, 1].add_(second)
-        self.rows.add_(x.numel() // x.shape[look.dim])
-        if self.stuffed:
-            self.zeros.add_(look.zeros)
+        self.first.add_(first)
+        self.second.add_(second)
+
+    def _count(self, rows: int, zeros: int, applied: int) -> None:
+        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept."""
+        if torch.compiler.is_compiling():
+            self.rows.add_(rows)
+            self.zeros.add_(zeros)
+            self.applied.add_(applied)
+            return
+        if (rows, zeros, applied) not in self.counts:
+            if len(self.counts) > 8:  # sizes that never come back need not be kept
+                self.counts.clear()
+            self.counts[rows, zeros, applied] = self.tally.new_tensor([rows, zeros, applied, 0])
+        self.tally.add_(self.counts[rows, zeros, applied])
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count, on the device, what the guards did in a step."""

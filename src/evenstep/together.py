@@ -123,6 +123,7 @@ class Layout:
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
         self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
+        self.started = False  # whether the host knows that every layer has moments
         self._group()
         self._column()
         self._adopt()
@@ -278,7 +279,11 @@ class Coordinates:
         """Let the batches join the running moments, and the next ones be summed about them."""
         lay = self.layout
         mx, vx, mass = update.moments_after(self.running, self.sums, self.centre, decay=self.decay, batch=self.batch)
-        centre = torch.where(mass > 0, mx, torch.nan)
+        centre = mx if lay.started else torch.where(mass > 0, mx, torch.nan)
+        if not lay.started:
+            lay.started = bool((mass[: lay.identity] > 0).all())
+            for stage in self.stages:
+                stage.centred = lay.started
         for targets, value in (
             ([s["mx"] for s in self.mine], mx),
             ([s["vx"] for s in self.mine], vx),
