@@ -196,7 +196,8 @@ def _train(
         seconds = (time.perf_counter() - start) / len(trials)
         for e in running:
             row = {"epoch": number + 1, "train_loss": losses[e], "seconds": seconds}
-            row |= {"diverged": not math.isfinite(losses[e]), **feed.score(ensemble.member(e), data)}
+            row |= {"steps": steps, "diverged": not math.isfinite(losses[e])}
+            row |= feed.score(ensemble.member(e), data)
             rows[e].append(row)
             if on_epoch is not None:
                 on_epoch(trials[e], row)

@@ -34,7 +34,7 @@ def train(
     """Train by cross-entropy and return a row per epoch.
 
     A row has `train_loss`, the mean loss of the epoch's batches as they were met (the paper's figure 2),
-    `test_loss`, `test_accuracy` and `dead_share` at the epoch's end, `seconds` of training, and `diverged`.
+    `test_loss`, `test_accuracy` and `dead_share` at the epoch's end, `seconds` and `steps` of training, and `diverged`.
     Training stops after the epoch in which the loss ceases to be finite. `seed` fixes the order of the data;
     `schedule` gives the factor on every group's lr from the share of training that is done; `on_step` gets
     the number of the step and its loss (detached). Processes that were joined (`distributed.joined`) share every
@@ -63,7 +63,7 @@ def train(
         start = time.perf_counter()
         loss = _train_epoch(network, optimizer, data, before_step, after_step)
         row = {"epoch": len(rows) + 1, "train_loss": loss, "seconds": time.perf_counter() - start}
-        row |= {"diverged": not math.isfinite(loss), **feed.score(model, arrays)}
+        row |= {"steps": steps, "diverged": not math.isfinite(loss), **feed.score(model, arrays)}
         rows.append(row)
         if on_epoch is not None:
             on_epoch(row)
