@@ -92,7 +92,7 @@ def test_together_is_one_by_one(device, name, poison):
         assert_close(found[key], value, msg=lambda m, key=key: f"{key}: {m}", **close)
     assert loop.nonfinite_steps == together.nonfinite_steps == len(poison)
     for key, rates in loop.fired().items():
-        assert rates == pytest.approx(together.fired()[key], abs=0 if device == "cpu" else 0.02)
+        assert rates == pytest.approx(together.fired()[key], abs=0 if device == "cpu" else 0.06)
 
 
 @pytest.mark.gpu

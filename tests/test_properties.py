@@ -462,3 +462,42 @@ def test_conv_cases_are_convolutions():
         layer, x = case.layer(), case.inputs(2)
         inputs = layer.in_channels if is_conv(layer) else layer.in_features
         assert x.shape[1 if is_conv(layer) else -1] == inputs, name
+
+
+# rows
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    st.integers(1, 200),
+    st.data(),
+)
+def test_a_lattice_of_rows_is_within_its_bound(shape, limit, data):
+    dim = data.draw(st.integers(1, len(shape) - 1))
+    x = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    thin = moments.thinned(x, dim, limit)
+    rows, kept = x.numel() // shape[dim], thin.numel() // shape[dim]
+    assert 1 <= kept <= limit or kept == rows <= limit
+    assert thin.shape[dim] == shape[dim], "all inputs are kept"
+    assert thin.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "nothing is copied"
+    if rows <= limit:
+        assert thin is x
+    assert set(thin.flatten().tolist()) <= set(x.flatten().tolist())
+
+
+def test_a_lattice_keeps_examples_before_positions():
+    x = torch.zeros(64, 3, 32, 32)
+    assert moments.thinned(x, 1, 1024).shape[0] == 64
+    assert moments.thinned(x, 1, 64).shape == (64, 3, 1, 1)
+    assert moments.thinned(x, 1, 16).shape == (16, 3, 1, 1)
+
+
+def test_moments_of_a_lattice_are_near_those_of_all_rows():
+    x = 3 + 2 * torch.randn(128, 5, 24, 24, dtype=torch.float64)
+    found = []
+    for limit in (None, 1024):
+        thin = moments.thinned(x, 1, limit)
+        sums = moments.Sums(torch.tensor(thin.numel() / 5), *moments.sum_about(thin, torch.zeros(5).double(), 1))
+        found.append(moments.batch_moments(sums, torch.zeros(5).double()))
+    (mean, var), (mean_thin, var_thin) = found
+    assert (mean - mean_thin).abs().max() < 5 * 2 / 32 and (var / var_thin - 1).abs().max() < 5 * 0.05

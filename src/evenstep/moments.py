@@ -69,7 +69,9 @@ def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
     for k, d in enumerate(positions):
         excess = -(-rows // limit)
         x, rows = every(x, d, math.ceil(excess ** (1 / (len(positions) - k))), rows)
-    return every(x, 0, -(-rows // limit), rows)[0] if dim else x
+    for d in ([0] if dim else []) + positions:  # examples, then what rounding has left over
+        x, rows = every(x, d, -(-rows // limit), rows)
+    return x
 
 
 def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:

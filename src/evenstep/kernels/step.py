@@ -40,7 +40,7 @@ RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU, MEMORY, EPS
 )
 TRAINED, MOVING, GUARDED, FLIPPED, SHARED = 1, 2, 4, 8, 16  # flags: the bias trains; moments; counted; maximize; β
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
-HANDS = 8  # pinned copies of a table: half of them in turn, the others for captured graphs
+HANDS = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
 
 
 def serves(weight: Tensor) -> bool:
@@ -69,7 +69,7 @@ class Sent:
         elif now != self.last:
             hand, self.last = self.turn, now
             self.turn = (self.turn + 1) % len(self.sent)
-            self.sent[hand].synchronize()  # it was sent four changes ago
+            self.sent[hand].synchronize()  # it was sent eight changes ago
             self.pinned[hand].copy_(torch.tensor(now, dtype=self.pinned.dtype))
             self.there.copy_(self.pinned[hand], non_blocking=True)
             self.sent[hand].record()
