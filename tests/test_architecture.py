@@ -26,6 +26,7 @@ ORDER = [
     "proxies",
     "report",
     "motion",
+    "layout",
     "together",
     "shell",
     "optimizers",

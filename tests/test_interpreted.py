@@ -67,3 +67,47 @@ def test_kernels_by_the_interpreter(name):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+BUILD = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from evenstep.kernels import triton_moments, triton_step as t
+
+tables = dict.fromkeys(("addresses", "shapes"), "*i64")
+floats = ("settings", "vectors", "layers", "sums", "motion", "fresh", "last", "fired")
+floats += ("slots", "centre", "tally", "seen", "clock")
+types = {**tables, **dict.fromkeys(floats, "*fp32"), "owner": "*i32", "ok": "*i1", "x": "*bf16"}
+types |= {"floor": "fp32", "one": "fp32"}
+
+
+def build(kernel, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=places)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+for flag in (True, False):
+    build(t.frame, LINEAR=flag, BLOCK=256)
+    build(t.commit, BLOCK=256)
+    for other in (True, False):
+        crowd = 3.0 if flag else 0.0
+        build(t.measure, EVEN=flag, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other, BLOCK=512)
+        for kernel in (t.add_up, t.move):
+            sizes = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
+            build(kernel, **sizes, KIND="bfloat16" if flag else "float32", BLOCK=1024)
+    for width in (16, 32, 64):
+        build(triton_moments.add_moments, DENSE=flag, WIDTH=width, TALL=2048 // width, SLOTS=16)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_build_for_a_gpu():
+    """Triton compiles for a GPU that is not there, down to machine code."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", BUILD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -16,10 +16,11 @@ from . import checkpoints, checks, frames, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
+from .layout import Layout, arrange
 from .moments import accumulation_dtype
 from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
-from .together import Layout, arrange, begin
+from .together import begin
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
 
@@ -71,6 +72,8 @@ class CoordinateOptimizer(Optimizer):
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
         self._complete = False  # whether every parameter has its state
         self._plan: Plan | None = None
+        self._stale = False  # whether state has been made or loaded since the plan
+        self._retired: list[Plan] = []
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
         self._monitors: list[Monitor] = []
@@ -194,7 +197,7 @@ class CoordinateOptimizer(Optimizer):
                 loss = closure()
         if not self._complete:
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._complete, self._plan = True, None
+            self._complete, self._stale = True, True
         traffic = None if self._collector is None else self._collector.traffic
         if traffic is None or traffic.rows or not traffic.empty:
             self._step_blocks(self._planned())
@@ -209,11 +212,13 @@ class CoordinateOptimizer(Optimizer):
                 id(group),
                 group["foreach"],
                 group.get("momentum"),
+                group["maximize"],
+                group["capturable"],
                 [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
             )
             for group in self.param_groups
         ]
-        if self._plan is None or self._plan.signature != signature:
+        if self._plan is None or self._stale or self._plan.signature != signature:
             blocks = self._blocks(lambda p: p.grad is not None)
             if any(gradient(p).layout != torch.strided for block in blocks for p in block.parameters):
                 raise RuntimeError(
@@ -221,7 +226,9 @@ class CoordinateOptimizer(Optimizer):
                 )
             self._init_state(blocks)
             layouts, rest = arrange([(b, self._stage(b)) for b in blocks] if self._together else [], blocks, self.state)
-            self._plan = Plan(signature, blocks, layouts, rest)
+            if self._plan is not None and any(layout.captured for layout in self._plan.layouts):
+                self._retired.append(self._plan)  # a CUDA graph goes on using its tensors
+            self._plan, self._stale = Plan(signature, blocks, layouts, rest), False
         return self._plan
 
     def _step_blocks(self, plan: Plan) -> None:

@@ -121,6 +121,7 @@ class TritonStep:
         self.momentum = layout.blocks[0].group["momentum"]
         self.kept: list[Tensor] = []  # gradients in the weight's own layout, alive until the step is made
         rows = [self._addresses(k, block, state) for k, block in enumerate(layout.blocks)]
+        layout.captured |= torch.cuda.is_current_stream_capturing()
         self.addresses = self.room.addresses.send(rows)
         self.settings = self._settings()
         room, count = self.room, len(layout.blocks)

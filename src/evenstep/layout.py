@@ -1,0 +1,202 @@
+"""Which blocks can move together, and where their units and inputs then lie: end to end in one tensor each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import Block
+from .hooks import Stage
+from .kernels import step as step_kernel
+from .moments import accumulation_dtype
+from .segments import Segments
+
+
+def fits(block: Block, stage: Stage | None) -> bool:
+    """Whether a block can move together with others: plain tensors, units as rows in memory, at most one bias."""
+    weight, group = block.weight, block.group
+    if group["foreach"] is False or not rows_serve(weight, group["capturable"]):
+        return False
+    if block.alone or block.treatment == "canonical" or (stage is not None and stage.stuffed):
+        return False
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in block.parameters) or not weight.numel():
+        return False
+    biases = [*block.biases, *frozen_bias(block)]
+    return len(biases) < 2 and all(b.dtype == weight.dtype for b in biases) and inner(block) is not None
+
+
+def rows_serve(weight: Tensor, capturable: bool) -> bool:
+    """Whether rows of such a weight can be read twice: on the CPU, or by the kernels."""
+    if torch.compiler.is_compiling():
+        return False
+    if weight.device.type == "cpu":
+        return not capturable and weight.dtype == accumulation_dtype(weight.dtype)
+    return step_kernel.serves(weight)
+
+
+def arrange(
+    candidates: Sequence[tuple[Block, Stage | None]], blocks: Sequence[Block], state: Any
+) -> tuple[list["Layout"], list[Block]]:
+    """Layouts for those of the candidates that can move together, and what is left of `blocks`."""
+    found: dict[Any, list[tuple[Block, Stage | None]]] = {}
+    for block, stage in candidates:
+        if fits(block, stage) and uniform(block, stage, state):
+            key = block.weight.device, block.weight.dtype, block.group["momentum"]
+            found.setdefault(key, []).append((block, stage))
+    layouts = [Layout([b for b, _ in some], [s for _, s in some]) for some in found.values()]
+    taken = {id(block) for some in found.values() for block, _ in some}
+    return layouts, [block for block in blocks if id(block) not in taken]
+
+
+def uniform(block: Block, stage: Stage | None, state: Any) -> bool:
+    """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
+    wide = accumulation_dtype(block.weight.dtype)
+    kept = [state[block.weight].get(name) for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")]
+    kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
+    held = [state[p].get("momentum_buffer") for p in block.parameters]
+    return all(t is None or t.dtype == wide for t in kept) and all(
+        t is None or t.dtype == block.weight.dtype for t in held
+    )
+
+
+def frozen_bias(block: Block) -> list[Tensor]:
+    """A bias of the layer that does not train with it, but is part of its units' length."""
+    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
+
+
+def inner(block: Block) -> int | None:
+    """How the weight lies in memory: the distance between two inputs of a row; None if units are not rows."""
+    m = block.matrix(block.weight)
+    if m.data_ptr() != block.weight.data_ptr():
+        return None
+    return m.shape[3] if m.is_contiguous() else 1 if m.transpose(2, 3).is_contiguous() else None
+
+
+def as_rows(block: Block, tensor: Tensor, inner: int) -> Tensor:
+    """A tensor like the weight as [group, unit, column], columns in the weight's order in memory."""
+    m = block.matrix(tensor)
+    m = m if inner == m.shape[3] else m.transpose(2, 3)
+    return m.reshape(*m.shape[:2], -1)
+
+
+class Layout:
+    """Where the blocks' units and inputs lie; made once for a set of blocks."""
+
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None]) -> None:
+        """All on one device and in one dtype."""
+        self.blocks, self.stages = list(blocks), list(stages)
+        weight = blocks[0].weight
+        self.device, self.dtype = weight.device, accumulation_dtype(weight.dtype)
+        self.inner = [int(inner(b) or 1) for b in blocks]
+        self.shapes = [b.matrix(b.weight).shape for b in blocks]
+        self.sizes = [s[:2].numel() for s in self.shapes]
+        self.total = sum(self.sizes)
+        self.units = Segments.of(self.sizes, self.device)
+        self.guarded = [k for k, s in enumerate(stages) if s is not None]
+        self.shared = [k for k in self.guarded if blocks[k].treatment != "plain"]
+        self.moving = [k for k in self.shared if blocks[k].treatment == "whitened"]
+        self.biased = [k for k, b in enumerate(blocks) if b.biases]
+        self.unbiased = [k for k in self.moving if not blocks[k].biases]
+        self.levels = [next(iter(b.biases or frozen_bias(b)), None) for b in blocks]
+        self.bias_sizes = [self.sizes[k] for k in self.biased]
+        # an input that no layer has ends the list: it stands for all inputs of blocks without moments
+        self.input_sizes = [self.shapes[k][0] * self.shapes[k][2] for k in self.moving]
+        self.identity = sum(self.input_sizes)
+        self.inputs = Segments.of([*self.input_sizes, 1], self.device)
+        self.base = dict(zip(self.moving, Segments.of([*self.input_sizes, 1]).offsets.tolist(), strict=False))
+        self.nothing = torch.zeros(2, 1, dtype=self.dtype, device=self.device)
+        self.no_rows = torch.zeros(self.total, dtype=self.dtype, device=self.device)
+        self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
+        self.unit_of_bias = self._units_of(self.biased)
+        self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
+        self.started = False  # whether the host knows that every layer has moments
+        self.captured = False  # whether a CUDA graph holds its addresses
+        self._group()
+        self._column()
+        self._adopt()
+
+    def tensor(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        """Numbers as a tensor of this layout."""
+        return torch.tensor(values, dtype=dtype or self.dtype).to(self.device, non_blocking=True)
+
+    def index(self, blocks: Sequence[int]) -> Tensor:
+        """Numbers of blocks as an index."""
+        return self.tensor(blocks, torch.int64)
+
+    def _units_of(self, blocks: list[int]) -> Tensor | None:
+        """The units of some blocks, as an index into all; None for all of them."""
+        if len(blocks) == len(self.blocks):
+            return None
+        starts = Segments.of(self.sizes).offsets.tolist()
+        return self.index([j for k in blocks for j in range(starts[k], starts[k] + self.sizes[k])])
+
+    def _group(self) -> None:
+        """Groups of units that see the same inputs, end to end, and the group of each unit."""
+        sizes: list[int] = []
+        kernel: list[int] = []
+        unbiased: list[bool] = []
+        owner: list[int] = []
+        last = sum(self.shapes[k][0] for k in self.moving)
+        for k, (groups, units, inputs, area) in enumerate(self.shapes):
+            if k in self.base:
+                owner += [len(sizes) + j for j in range(groups) for _ in range(units)]
+                sizes += [inputs] * groups
+                kernel += [area] * groups
+                unbiased += [k in self.unbiased] * groups
+            else:
+                owner += [last] * (groups * units)
+        self.groups = Segments.of([*sizes, 1], self.device)
+        self.group_of_unit = self.index(owner)
+        self.kernel = self.tensor([*kernel, 0])
+        self.group_unbiased = self.tensor([*unbiased, False], torch.bool)
+
+    def _column(self) -> None:
+        """For each column of each group of the moving blocks, end to end, which input it is."""
+        found, self.column_sizes = [], []
+        for k in self.moving:
+            groups, _, inputs, area = self.shapes[k]
+            one = (torch.arange(inputs * area) // self.inner[k]) % inputs
+            found.append((self.base[k] + torch.arange(groups)[:, None] * inputs + one).flatten())
+            self.column_sizes.append(groups * inputs * area)
+        self.column = torch.cat([*found, torch.arange(0)]).to(self.device)
+
+    def _adopt(self) -> None:
+        """Let the guards' counters of all layers be views of one tensor."""
+        stages = [s for k in self.guarded if (s := self.stages[k]) is not None]
+        if stages:
+            self.last, self.fired = (torch.stack([getattr(s, n) for s in stages]) for n in ("last", "fired"))
+            for stage, last, fired in zip(stages, self.last, self.fired, strict=True):
+                stage.last, stage.fired = last, fired
+
+    def momentum_of(self, state: Any, p: Tensor) -> Tensor:
+        """The momentum buffer of `p`, laid out in memory as `p` is."""
+        buffer: Tensor = state[p]["momentum_buffer"]
+        if buffer.stride() != p.stride():
+            buffer = state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
+        return buffer
+
+    def staged(self, blocks: list[int]) -> list[Stage]:
+        """The stages of some blocks."""
+        return [s for k in blocks if (s := self.stages[k]) is not None]
+
+    def set(self, name: str, columns: list[list[Any]], wide: Segments | None = None) -> list[Tensor]:
+        """Settings of the blocks as tensors, one value per block or, `wide`, per element; made anew on a change."""
+        flat = [v for column in columns for v in column]
+        if any(isinstance(v, Tensor) for v in flat):
+            table = torch.stack([self._scalar(v) for v in flat]).view(len(columns), -1)
+            return list((table if wide is None else wide.widen(table.T).T).unbind())
+        known = self.settings.get(name)
+        if known is None or known[0] != flat:
+            table = self.tensor(flat).view(len(columns), -1)
+            known = self.settings[name] = (
+                flat,
+                list((table if wide is None else wide.widen(table.T).T.contiguous()).unbind()),
+            )
+        return known[1]
+
+    def _scalar(self, value: Any) -> Tensor:
+        """A number or one-element tensor as a 0-d tensor."""
+        if isinstance(value, Tensor):
+            return value.detach().reshape(()).to(self.device, self.dtype, non_blocking=True)
+        return torch.full((), value, dtype=self.dtype, device=self.device)
