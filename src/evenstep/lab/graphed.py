@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from evenstep.lab import records
-from evenstep.lab.data import Arrays, Text, crop_and_flip
+from evenstep.lab.data import Arrays, Text, augmented
 from evenstep.lab.evaluate import evaluate, evaluate_text
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
@@ -27,7 +27,7 @@ WARM_UP = 4  # steps made eagerly, so that state exists and libraries have chose
 class Feed:
     """The batches of one seed, in tensors that stay in place; whole batches alone, since a graph has one shape."""
 
-    def __init__(self, arrays: Arrays, seed: int, batch_size: int, augment: bool) -> None:
+    def __init__(self, arrays: Arrays, seed: int, batch_size: int, augment: bool | str) -> None:
         self.arrays, self.batch_size, self.augment = arrays, batch_size, augment
         self.generator = torch.Generator().manual_seed(seed)
         self.steps = len(arrays.train_y) // batch_size
@@ -40,7 +40,7 @@ class Feed:
         order = torch.randperm(len(self.arrays.train_y), generator=self.generator).to(self.x.device)
         for rows in order[: self.steps * self.batch_size].split(self.batch_size):
             x = self.arrays.normalize(self.arrays.train_x[rows])
-            self.x.copy_(crop_and_flip(x, self.generator) if self.augment else x)
+            self.x.copy_(augmented(x, self.generator, self.augment))
             self.y.copy_(self.arrays.train_y[rows])
             yield
 
