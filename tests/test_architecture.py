@@ -27,6 +27,7 @@ ORDER = [
     "report",
     "motion",
     "together",
+    "distributed",
     "shell",
     "optimizers",
     "whitened",

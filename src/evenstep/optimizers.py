@@ -12,8 +12,8 @@ from .shell import CoordinateOptimizer, Plan
 
 
 def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
-    """A constructor's hyperparameters, from its `locals()`: all but the parameters, the model and the scaler."""
-    apart = ("self", "params", "model", "scaler", "__class__")
+    """A constructor's hyperparameters, from its `locals()`: all that groups may have."""
+    apart = ("self", "params", "model", "scaler", "process_group", "__class__")
     return {k: v for k, v in arguments.items() if k not in apart} | fixed
 
 
@@ -57,9 +57,10 @@ class FanInSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
 
 class WhitenedSGD(_SG):
@@ -87,9 +88,10 @@ class WhitenedSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
 
 class CanonicalSGD(_SG):
@@ -124,19 +126,20 @@ class CanonicalSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
         self.scaler = scaler
 
-    def _step_blocks(self, plan: Plan) -> None:
+    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
         if self._collector is not None:
             if scale is not None:
                 self._collector.unscale(scale)
-            self._examples = self._collector.examples()
-        super()._step_blocks(plan)
+            self._examples = self._collector.examples() / self._world  # gradients are averaged over ranks
+        super()._step_blocks(plan, agreed)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Of the mean loss, whatever the reduction."""
@@ -178,9 +181,10 @@ class EvenStep(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model)
+        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model, process_group)
 
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
@@ -229,10 +233,11 @@ class BlockNaturalSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """Sum the squares of the whole network first, where they are wanted."""

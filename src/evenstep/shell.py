@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checkpoints, checks, frames, update
+from . import checkpoints, checks, distributed, frames, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
@@ -52,10 +52,14 @@ class CoordinateOptimizer(Optimizer):
     linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
     _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", or none
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
+    process_group: Any
 
-    def __init__(self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None, process_group: Any = None
+    ) -> None:
         """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
         self._detached()
+        self.process_group = distributed.checked(self._owner, process_group)
         whole = isinstance(params, nn.Module)
         params, model = checks.parameters_of(self._owner, params, model)
         self._whole = whole
@@ -74,10 +78,14 @@ class CoordinateOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
         self._monitors: list[Monitor] = []
+        self.process_group = None
+        self._pool = distributed.Pool()
+        self._world = 1  # how many ranks took part in the last step
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
-        return {**super().__getstate__(), **{k: self.__dict__[k] for k in self._copied if k in self.__dict__}}
+        own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
+        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -126,7 +134,7 @@ class CoordinateOptimizer(Optimizer):
             gradients=self.coordinates == "canonical",
             rows=lambda entry: self._option(entry.weight, "rows", None),
         )
-        self._complete = False
+        self._complete, self._pool = False, distributed.Pool()
         self._recentre()
         if self.coordinates != "plain":
             self._collector.attach(self)
@@ -196,11 +204,24 @@ class CoordinateOptimizer(Optimizer):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._complete, self._plan = True, None
         traffic = None if self._collector is None else self._collector.traffic
-        if traffic is None or traffic.rows or not traffic.empty:
-            self._step_blocks(self._planned())
+        busy = traffic is None or traffic.rows or not traffic.empty
+        ranks = distributed.ranks_of(self.process_group)
+        self._world = 1 if ranks is None else ranks.size()
+        agreed = None if ranks is None else self._pooled(ranks, self._planned().blocks, busy)
+        if busy or (agreed is not None and agreed.busy > 0):
+            self._step_blocks(self._planned(), None if agreed is None else agreed.finite)
         if self._collector is not None:
             self._collector.clear()
         return loss
+
+    def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
+        """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
+        parts = []
+        if self._collector is not None and self.coordinates != "plain":
+            for entry, stage in self._collector.stages.items():
+                mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
+                parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
+        return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self) -> Plan:
         """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go."""
@@ -224,10 +245,12 @@ class CoordinateOptimizer(Optimizer):
             self._plan = Plan(signature, blocks, layouts, rest)
         return self._plan
 
-    def _step_blocks(self, plan: Plan) -> None:
+    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
+        """Move all blocks; `agreed` is what ranks have found together of their gradients: whether they are finite."""
         blocks = plan.blocks
         moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
-        ok = self._finite(plan.rest, [move.finite() for move in moving])
+        known = [move.finite() for move in moving]
+        ok = self._finite(plan.rest, known) if agreed is None else self._finite([], [agreed, *known])
         on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
         if on_host and not ok:
             self._warn("nonfinite", NONFINITE)
@@ -448,6 +471,7 @@ class CoordinateOptimizer(Optimizer):
 
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and forget what is staged."""
+        self._pool.settled.clear()
         if self._collector is not None:
             self._collector.clear()
             for entry, stage in self._collector.stages.items():

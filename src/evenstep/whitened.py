@@ -47,6 +47,7 @@ class Whitened(CoordinateOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -81,7 +82,7 @@ class Whitened(CoordinateOptimizer):
         clash = (set(ours) & set(self._base.instance.defaults)) - COMMON
         if clash:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
-        super().__init__(params, {**self._base.instance.defaults, **ours}, model)
+        super().__init__(params, {**self._base.instance.defaults, **ours}, model, process_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As ours; the rules then mend what an older version of theirs has left."""

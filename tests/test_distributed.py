@@ -1,0 +1,242 @@
+"""One network on several processes: DDP replicas stay equal bit for bit, and equal one process on the joined batch."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import evenstep
+import ranks
+from cases import OPTIMIZERS
+
+QUICK = ["evenstep", "whitened-adamw"]
+DDP_JOBS = ["equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"]
+
+
+class Net(nn.Module):
+    """Convolutions of both kinds, a norm, layers with and without bias, one of a single row."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 3)
+        self.up = nn.ConvTranspose2d(5, 3, 2, stride=2)
+        self.norm = nn.LayerNorm(3)
+        self.hidden = nn.Linear(3, 7, bias=False)
+        self.out = nn.Linear(7, 1)
+
+    def forward(self, x):
+        x = self.up(torch.tanh(self.conv(x))).mean((2, 3))
+        return self.out(torch.tanh(self.hidden(self.norm(x))))
+
+
+def batches(number, size, dtype=torch.float64):
+    """Images, and what to predict of them; the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    x = 3 + torch.randn(number, size, 2, 4, 4, generator=generator)
+    return list(zip(x.to(dtype), x.mean((2, 3, 4))[..., None].to(dtype), strict=True))
+
+
+def steps(model, optimizer, data):
+    """Train on whole batches."""
+    for x, y in data:
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def same_everywhere(model, optimizer):
+    """Whether weights and state are the same on all ranks, bit for bit."""
+    tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))]
+    return all(torch.equal(t, tensors_of) for t in tensors for tensors_of in ranks.gathered(t))
+
+
+def equals_one_process(case):
+    model = Net().double()
+    alone = copy.deepcopy(model)
+    data = batches(8, 6)
+    steps(alone, case.build(alone, process_group=False), data)
+    optimizer = case.build(model)
+    steps(DistributedDataParallel(model), optimizer, [(ranks.share(x), ranks.share(y)) for x, y in data])
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+    return True
+
+
+def replicas_stay_equal(case):
+    model = Net()
+    optimizer = case.build(model)
+    ddp = DistributedDataParallel(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    for k, (x, y) in enumerate(batches(50, 7, torch.float32)):
+        size = 3 if k % 5 == 4 else 7  # the last batch of an epoch: one rank has two images, the other one
+        optimizer.zero_grad()
+        for late in (False, True) if k % 3 else (True,):
+            with nullcontext() if late else ddp.no_sync():
+                mse_loss(ddp(ranks.share(x[:size])), ranks.share(y[:size])).backward()
+        optimizer.step()
+    assert same_everywhere(model, optimizer)
+    assert not any(torch.equal(p, q) or not p.isfinite().all() for p, q in zip(model.parameters(), start, strict=True))
+    return True
+
+
+def nan_on_one_rank(case):
+    """Gradients are not averaged here, so that a rank has them for itself."""
+    model = Net()
+    optimizer = case.build(model)
+    ddp = DistributedDataParallel(model)
+    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(4, 6, torch.float32)]
+    steps(ddp, optimizer, data[:2])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for averaged in (True, False):
+        x, y = data[2]
+        optimizer.zero_grad()
+        with nullcontext() if averaged else ddp.no_sync():
+            mse_loss(ddp(x if ranks.rank() == 0 else x * float("nan")), y).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[0][name]), name
+        for key, state in before[1]["state"].items():
+            for name, value in state.items():
+                assert torch.equal(optimizer.state_dict()["state"][key][name], value), name
+    assert optimizer.nonfinite_steps == 2
+    steps(ddp, optimizer, data[3:])
+    assert same_everywhere(model, optimizer)
+    return True
+
+
+def one_rank_without_rows(case):
+    """In the first step and in a later one; then neither has any, and nothing moves."""
+    model = Net()
+    optimizer = case.build(model)
+    ddp = DistributedDataParallel(model)
+    for k, (x, y) in enumerate(batches(4, 4, torch.float32)):
+        number = 0 if ranks.rank() == k % 2 else 4
+        optimizer.zero_grad()
+        ((ddp(x[:number]) - y[:number]) ** 2).sum().backward()
+        optimizer.step()
+        assert same_everywhere(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    ddp(x[:0]).sum().backward()
+    optimizer.step()
+    moved = not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert moved == (case.cls is evenstep.BlockNaturalSGD and bool(case.keywords.get("momentum")))
+    return True
+
+
+def other_groups():
+    """A group of one rank trains alone; False reduces nothing; ranks with different layers are told."""
+    mine = [dist.new_group([k]) for k in range(2)][ranks.rank()]
+    x, y = batches(1, 4)[0]
+    results = []
+    for group in (mine, False):
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizer = evenstep.EvenStep(model, process_group=group)
+        steps(model, optimizer, [(x + ranks.rank(), y)])
+        results.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+    assert not torch.equal(*ranks.gathered(results[0]))
+    optimizer = evenstep.EvenStep(nn.Linear(2 + ranks.rank(), 2))
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(2, 2 + ranks.rank())
+    with pytest.raises(RuntimeError, match="train different layers"):
+        optimizer.step()
+    whole = dist.new_group([0, 1])
+    optimizer = evenstep.EvenStep(Net(), process_group=whole)
+    assert copy.deepcopy(optimizer).process_group == whole.group_name
+    return True
+
+
+def moments_of_uneven_batches():
+    """E[g²] of a mean and of a summed loss, moments and sharing are those of the joined batch, however it is shared."""
+    x, y = (t[:5] for t in batches(1, 6)[0])
+    for reduction in ("mean", "sum"):
+        states, weights = [], []
+        for ddp in (False, True):
+            torch.manual_seed(0)
+            model = Net().double()
+            optimizer = evenstep.CanonicalSGD(model, lr=0.01, reduction=reduction, process_group=None if ddp else False)
+            net, mine, target = (
+                (DistributedDataParallel(model), ranks.share(x), ranks.share(y)) if ddp else (model, x, y)
+            )
+            mse_loss(net(mine), target, reduction=reduction).backward()
+            optimizer.step()
+            states.append(optimizer.state_dict()["state"])
+            weights.append(list(model.parameters()))
+        for key in states[0]:
+            for name in {"mx", "vx", "mg2", "mass", "sharing"} & set(states[0][key]):
+                torch.testing.assert_close(states[0][key][name], states[1][key][name], msg=f"{reduction} {name}")
+        if reduction == "sum":  # every example then has the same weight, whichever rank has it
+            torch.testing.assert_close(*weights)
+    return True
+
+
+def moments_far_from_zero():
+    """Each rank starts at a row of its own; sums about zero would lose the variance in float32."""
+    model = nn.Linear(3, 2)
+    optimizer = evenstep.WhitenedSGD(model)
+    x = 3e4 + torch.randn(64, 3)
+    model(ranks.share(x)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(
+        optimizer.state[model.weight]["vx"], x.double().var(0, correction=0).float(), rtol=1e-4, atol=0
+    )
+    return True
+
+
+def joined(jobs, names):
+    """Jobs of the cases `names`, for `ranks.run`."""
+    return [(globals()[job], (OPTIMIZERS[name],)) for name in names for job in jobs]
+
+
+ONCE = [moments_of_uneven_batches, moments_far_from_zero, other_groups]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    jobs = [*joined(DDP_JOBS, QUICK), *((job, ()) for job in ONCE)]
+    return ranks.run(tmp_path_factory.mktemp("quick"), 2, jobs)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return ranks.run(tmp_path_factory.mktemp("full"), 2, joined(DDP_JOBS, OPTIMIZERS))
+
+
+def expect(results, k):
+    """What every rank says of job k."""
+    for rank, found in enumerate(results):
+        assert found[k] is True, f"rank {rank}: {found[k]}"
+
+
+@pytest.mark.parametrize("job", DDP_JOBS)
+@pytest.mark.parametrize("name", QUICK)
+def test_replicas(name, job, quick):
+    expect(quick, QUICK.index(name) * len(DDP_JOBS) + DDP_JOBS.index(job))
+
+
+@pytest.mark.parametrize("job", ONCE, ids=lambda job: job.__name__)
+def test_once(job, quick):
+    expect(quick, ONCE.index(job) - len(ONCE))
+
+
+@pytest.mark.slow
+@pytest.mark.feature("DDP")
+@pytest.mark.parametrize("job", DDP_JOBS)
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_on_replicas(case, job, full):
+    expect(full, list(OPTIMIZERS.values()).index(case) * len(DDP_JOBS) + DDP_JOBS.index(job))
+
+
+@pytest.mark.parametrize("group", [True, 3, "world"])
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(ValueError, match=r"process_group must be None \(the world group\), False .*; got"):
+        evenstep.EvenStep(nn.Linear(2, 2), process_group=group)
