@@ -16,6 +16,7 @@ ORDER = [
     "kernels",
     "checks",
     "decay",
+    "shards",
     "layers",
     "coverage",
     "hooks",

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,22 +20,24 @@ import ranks
 from cases import OPTIMIZERS
 
 QUICK = ["evenstep", "whitened-adamw"]
+FSDP_JOBS = ["sharded_equals_replicated", "sharded_with_nan_on_one_rank", "sharded_in_bf16"]
 DDP_JOBS = ["equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"]
 
 
 class Net(nn.Module):
-    """Convolutions of both kinds, a norm, layers with and without bias, one of a single row."""
+    """Convolutions of all kinds, a norm, layers with and without bias, one of a single row."""
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(2, 5, 3)
-        self.up = nn.ConvTranspose2d(5, 3, 2, stride=2)
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.grouped = nn.Conv2d(6, 4, 2, padding=1, groups=2)
+        self.up = nn.ConvTranspose2d(4, 3, 2, stride=2)
         self.norm = nn.LayerNorm(3)
         self.hidden = nn.Linear(3, 7, bias=False)
         self.out = nn.Linear(7, 1)
 
     def forward(self, x):
-        x = self.up(torch.tanh(self.conv(x))).mean((2, 3))
+        x = self.up(torch.tanh(self.grouped(torch.tanh(self.conv(x))))).mean((2, 3))
         return self.out(torch.tanh(self.hidden(self.norm(x))))
 
 
@@ -132,6 +138,92 @@ def one_rank_without_rows(case):
     return True
 
 
+def fully_sharded(model, **options):
+    """The model under FSDP2; the layer of one row leaves one of two ranks without any."""
+    fully_shard(model.hidden, **options)
+    return fully_shard(model, **options)
+
+
+def sharded_equals_replicated(case):
+    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(8, 6)]
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    steps(DistributedDataParallel(model), case.build(model, exclude=["up.*"]), data)
+    optimizer = case.build(fully_sharded(twin))
+    assert any("not its units" in row.reason for row in optimizer.coverage()) or optimizer.coordinates == "plain"
+    steps(twin, optimizer, data)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        whole = q.full_tensor()
+        torch.testing.assert_close(whole, p, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+    for p in twin.parameters():
+        for name, value in optimizer.state[p].items():
+            of_rows = name not in ("mx", "vx", "mg2") and value.shape[:1] == p.shape[:1]
+            assert isinstance(value, DTensor) == of_rows, name
+    return True
+
+
+def sharded_with_nan_on_one_rank(case):
+    model = Net().double()
+    optimizer = case.build(fully_sharded(model))
+    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
+    steps(model, optimizer, data[:1])
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    mse_loss(model(data[1][0]), data[1][1]).backward()
+    if ranks.rank() == 1:
+        model.conv.weight.grad.to_local().fill_(float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    assert optimizer.nonfinite_steps == 1
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    steps(model, optimizer, data[2:])
+    assert not any(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    return True
+
+
+def sharded_in_bf16(case):
+    model = fully_sharded(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = case.build(model)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    steps(model, optimizer, [(ranks.share(x), ranks.share(y)) for x, y in batches(5, 6, torch.bfloat16)])
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert p.dtype == torch.float32 and p.full_tensor().isfinite().all() and not torch.equal(p.full_tensor(), q)
+    for state in optimizer.state.values():
+        for name in sorted({"mx", "vx"} & set(state)):
+            assert state[name].dtype == torch.float32
+            assert all(torch.equal(state[name], other) for other in ranks.gathered(state[name]))
+    return True
+
+
+def trained(case, folder, wrap):
+    """Train, save with DCP, go on: the weights at the end."""
+    model = wrap(Net().double())
+    optimizer = case.build(model)
+    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(6, 6)]
+    steps(model, optimizer, data[:3])
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    checkpoint.save(saved, checkpoint_id=folder)
+    steps(model, optimizer, data[3:])
+    return whole_weights(model)
+
+
+def resumed(case, folder, wrap):
+    """Another network that goes on from there, with its share of the same batches."""
+    torch.manual_seed(1)
+    model = wrap(Net().double())
+    optimizer = case.build(model)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    steps(model, optimizer, [(ranks.share(x), ranks.share(y)) for x, y in batches(6, 6)[3:]])
+    return whole_weights(model)
+
+
+def whole_weights(model):
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
 def other_groups():
     """A group of one rank trains alone; False reduces nothing; ranks with different layers are told."""
     mine = [dist.new_group([k]) for k in range(2)][ranks.rank()]
@@ -211,6 +303,11 @@ def full(tmp_path_factory):
     return ranks.run(tmp_path_factory.mktemp("full"), 2, joined(DDP_JOBS, OPTIMIZERS))
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return ranks.run(tmp_path_factory.mktemp("sharded"), 2, joined(FSDP_JOBS, OPTIMIZERS))
+
+
 def expect(results, k):
     """What every rank says of job k."""
     for rank, found in enumerate(results):
@@ -234,6 +331,42 @@ def test_once(job, quick):
 @pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_on_replicas(case, job, full):
     expect(full, list(OPTIMIZERS.values()).index(case) * len(DDP_JOBS) + DDP_JOBS.index(job))
+
+
+@pytest.mark.slow
+@pytest.mark.feature("FSDP2")
+@pytest.mark.parametrize("job", FSDP_JOBS)
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_on_shards(case, job, sharded):
+    expect(sharded, list(OPTIMIZERS.values()).index(case) * len(FSDP_JOBS) + FSDP_JOBS.index(job))
+
+
+@pytest.fixture(scope="module")
+def reshaped(tmp_path_factory):
+    """The weights of every case: trained by 2 processes, then by those of 2, 1 and 3 that have loaded halfway."""
+    folder = tmp_path_factory.mktemp("reshaped")
+
+    def jobs(function, wrap):
+        return [(function, (case, str(folder / f"{wrap.__name__}-{name}"), wrap)) for name, case in OPTIMIZERS.items()]
+
+    found = {}
+    for world, function in ((2, trained), (2, resumed), (1, resumed), (3, resumed)):
+        results = ranks.run(folder / f"{function.__name__}-{world}", world, jobs(function, fully_sharded))
+        found[function.__name__, world] = results[0]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.feature("DCP")
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_checkpoint_goes_on_with_any_number_of_processes(case, world, reshaped):
+    k = list(OPTIMIZERS.values()).index(case)
+    expected, found = reshaped["trained", 2][k], reshaped["resumed", world][k]
+    assert not isinstance(expected, str), expected
+    assert not isinstance(found, str), found
+    for p, q in zip(expected, found, strict=True):
+        assert torch.equal(p, q) if world == 2 else torch.allclose(p, q, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("group", [True, 3, "world"])

@@ -213,7 +213,7 @@ class Collector:
         self._handles: list[RemovableHandle] = []
 
     def _stage(self, entry: Entry, limit: int | None) -> Stage:
-        groups, units, inputs, _ = entry.kind.matrix(entry.module, entry.weight).shape
+        groups, units, inputs, _ = entry.shape
         return Stage(
             groups * inputs,
             groups * units if self.gradients and entry.slot.shown else 0,

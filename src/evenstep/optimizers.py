@@ -188,19 +188,19 @@ class EvenStep(_SG):
 
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
-        rules.init_square(self.state[block.weight], block.weight, [block.units])
+        rules.init_square(self.state[block.weight], block, block.weight, "unit")
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        square = stepsize.unit_square(on_weight, on_bias).flatten()
+        square = block.unit_square(on_weight, on_bias).flatten()
         average = rules.running_square(self.state[block.weight], square, block.group, ok)
         ahead = on_weight, on_bias
         if block.group["momentum"]:
             buffers = super()._rule(block, on_weight, on_bias, ok)
             ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
         damping = 0.0 if block.entry is None else block.group["damping"]
-        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping)])
+        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping, block.over)])
 
 
 class BlockNaturalSGD(_SG):
@@ -242,7 +242,7 @@ class BlockNaturalSGD(_SG):
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """Sum the squares of the whole network first, where they are wanted."""
         whole = [b for b in blocks if b.group["block"] == "network"]
-        squares = [stepsize.unit_square(*self._gradients(b)).sum() for b in whole]
+        squares = [b.over.total(b.unit_square(*self._gradients(b))) for b in whole]
         self._network = torch.stack(squares).sum() if squares else torch.zeros(())
         super()._advance(blocks, ok)
 
@@ -251,8 +251,7 @@ class BlockNaturalSGD(_SG):
         if block.group["bounded"]:
             single = block.group["block"] == "weight"
             for p in block.parameters if single else [block.weight]:
-                whole = [] if block.group["block"] == "network" else [block.units]
-                rules.init_square(self.state[p], p, p.shape if single else whole)
+                rules.init_square(self.state[p], block, p, block.group["block"])
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
@@ -261,7 +260,7 @@ class BlockNaturalSGD(_SG):
         if group["block"] == "weight":
             squares = [torch.square(g) for g in [block.unmatrix(on_weight), *block.unstack(on_bias)]]
         elif group["block"] == "unit":
-            squares = [stepsize.unit_square(on_weight, on_bias).flatten()]
+            squares = [block.unit_square(on_weight, on_bias).flatten()]
         else:
             squares = [self._network.to(on_weight.device)]
         if group["bounded"]:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checkpoints, checks, distributed, frames, update
+from . import checkpoints, checks, distributed, frames, shards, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .moments import accumulation_dtype
-from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
+from .motion import at_rest, displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
 from .together import Layout, arrange, begin
 
@@ -177,8 +177,13 @@ class CoordinateOptimizer(Optimizer):
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
-        model = None if self._collector is None else self._collector.model
-        return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), model, self._left_out)
+        if self._collector is None:
+            return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), None, {})
+        reasons = dict(self._left_out)
+        for entry in self._collector.entries:
+            if unfit := entry.unfit:
+                reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
+        return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), self._collector.model, reasons)
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
@@ -326,7 +331,7 @@ class CoordinateOptimizer(Optimizer):
 
     def _say_unseen(self, blocks: list[Block]) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
-        if self.coordinates == "plain" or "unseen" in self._warned:
+        if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
             return
         if self._collector is None and blocks:
             self._warn(
@@ -394,6 +399,7 @@ class CoordinateOptimizer(Optimizer):
                 radius=trust,
                 floor=TRUST_FLOOR,
                 crowd=not self.linear,
+                over=block.over,
             )
             stage.guarded(frame.raised, held, largest)
         elif stage is not None and block.group.get("fresh_max") is not None:
@@ -401,7 +407,7 @@ class CoordinateOptimizer(Optimizer):
         steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
         groups = [block.group, *block.bias_groups]
         for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
-            displace(p, s, rate * group["weight_decay"], ok)
+            displace(shards.local(p), s, rate * group["weight_decay"], ok)
         for monitor in self._monitors:
             monitor.note(block, stage, self.state[block.weight])
         frames.commit(self.state[block.weight], block, stage, ok)

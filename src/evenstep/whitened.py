@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, proxies, update
+from . import checks, proxies, shards, update
 from .blocks import Block
 from .motion import rates
 from .proxies import BaseRule, Proxy
@@ -153,9 +153,12 @@ class Whitened(CoordinateOptimizer):
         if self._plain is not self._base and not block.aside:
             ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, self._outside(block), strict=False)]
             lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=False)]
+        rules = [self._plain if outside else self._base for outside in self._outside(block)]
+        wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(block.parameters, rules, strict=False)]
+        grads = [g.to(p.dtype).contiguous() for p, g in zip(block.parameters, grads, strict=False)]
         return [
-            Proxy(p, g.to(p.dtype).contiguous(), group, lr)
-            for p, g, group, lr in zip(block.parameters, grads, groups, lrs, strict=False)
+            Proxy(p, proxies.gathered(p, g) if whole else g, group, lr, whole)
+            for p, g, group, lr, whole in zip(block.parameters, grads, groups, lrs, wholes, strict=False)
         ]
 
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +177,7 @@ def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
 
 def parted(matrix: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """The inverse of `joined` for a block."""
-    shape = block.matrix(block.weight).shape
+    shape = block.matrix(shards.local(block.weight)).shape
     if not block.biases:
         return matrix.view(shape), None
     on_weight, on_bias = matrix[:, : -len(block.biases)], matrix[:, -len(block.biases) :]
