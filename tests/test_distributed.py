@@ -10,8 +10,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -284,12 +286,61 @@ def moments_far_from_zero():
     return True
 
 
+def tensor_parallel():
+    """Split along its units a layer is whitened as ever; split along its inputs it is plain, and listed."""
+    for cls in (evenstep.EvenStep, evenstep.WhitenedSGD, evenstep.BlockNaturalSGD):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        twin = copy.deepcopy(model)
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+        optimizer, alone = cls(model), cls(twin, exclude=["2.*"], process_group=False)
+        reasons = {row.parameter: row.reason for row in optimizer.coverage()}
+        split = "its weight is sharded along its inputs"
+        assert reasons == {"0.weight": "", "0.bias": "", "2.weight": split, "2.bias": split}, reasons
+        for _ in range(4):
+            data = [(torch.randn(8, 4).double(), torch.randn(8, 2).double())]
+            steps(model, optimizer, data)
+            steps(twin, alone, data)
+        torch.testing.assert_close([p.full_tensor() for p in model.parameters()], list(twin.parameters()))
+    canonical = evenstep.CanonicalSGD(model)
+    with pytest.raises(RuntimeError, match="need the whole output of a layer"):
+        steps(model, canonical, data)
+    return True
+
+
+def sharded_after_the_optimizer_was_built():
+    """As Accelerate does: parameters are replaced in the groups."""
+    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
+    weights = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = Net().double()
+        names = [name for name, _ in model.named_parameters()]
+        if late:
+            optimizer = evenstep.EvenStep(model)
+        fully_sharded(model)
+        if late:
+            optimizer.param_groups[0]["params"] = [model.get_parameter(name) for name in names]
+        else:
+            optimizer = evenstep.EvenStep(model)
+        steps(model, optimizer, data)
+        weights.append(whole_weights(model))
+    torch.testing.assert_close(*weights)
+    return True
+
+
 def joined(jobs, names):
     """Jobs of the cases `names`, for `ranks.run`."""
     return [(globals()[job], (OPTIMIZERS[name],)) for name in names for job in jobs]
 
 
-ONCE = [moments_of_uneven_batches, moments_far_from_zero, other_groups]
+ONCE = [
+    moments_of_uneven_batches,
+    moments_far_from_zero,
+    tensor_parallel,
+    sharded_after_the_optimizer_was_built,
+    other_groups,
+]
 
 
 @pytest.fixture(scope="module")

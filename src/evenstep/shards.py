@@ -25,6 +25,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def visible(x: Tensor | None, dim: int) -> Tensor | None:
+    """What this rank has of a layer's input; nothing if it has some of the inputs (along `dim`) alone."""
+    if x is None or type(x) is Tensor or not sharded(x):
+        return x
+    split = any(getattr(place, "dim", None) == dim for place in x.placements)  # type: ignore[attr-defined]
+    return None if split else local(x)
+
+
 def groups_along(tensor: Any, rows: bool) -> list[Any]:
     """The groups of ranks over which dim 0 (`rows`), or any other dimension, of a tensor is split."""
     if not sharded(tensor):
