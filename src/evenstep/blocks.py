@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import shards
 from .coverage import Entry
+from .segments import WHOLE, Whole
+from .stepsize import unit_square
 
 Group = dict[str, Any]
 
@@ -37,48 +40,95 @@ class Block:
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [group, unit, input, kernel]; plain: a unit is a row, or all if 1-D."""
         if self.entry is not None and not self.alone:
-            return self.entry.kind.matrix(self.entry.module, tensor)
+            return self._layer(tensor)
         if self.alone:
-            return tensor.reshape(1, -1, 1, 1)
-        return tensor.reshape(1, tensor.shape[0] if tensor.dim() > 1 else 1, -1, 1)
+            return tensor.reshape(1, tensor.numel(), 1, 1)
+        rows = tensor.shape[0] if tensor.dim() > 1 else 1
+        return tensor.reshape(1, rows, tensor.shape[tensor.dim() > 1 :].numel(), 1)
+
+    def _layer(self, tensor: Tensor) -> Tensor:
+        """A tensor like the layer's weight or this rank's rows of it: those of a grouped layer are groups of one."""
+        assert self.entry is not None
+        if self.rows_as_groups:
+            return tensor.reshape(tensor.shape[0], 1, *self.entry.shape[2:])
+        return self.entry.kind.matrix(self.entry.module, tensor)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
-        if self.entry is not None and not self.alone:
-            return self.entry.kind.unmatrix(self.entry.module, matrix, self.weight)
-        return matrix.reshape(self.weight.shape)
+        if self.entry is not None and not self.alone and not self.rows_as_groups:
+            return self.entry.kind.unmatrix(self.entry.module, matrix, shards.local(self.weight))
+        return matrix.reshape(shards.local(self.weight).shape)
 
     def stack(self, tensors: list[Tensor]) -> Tensor | None:
         """Tensors shaped like the biases, as [bias, group, unit]; None if the block has no bias."""
         if not tensors or self.entry is None:
             return None
-        groups = self.entry.kind.groups(self.entry.module)
-        rows = [tensor.reshape(groups, -1) for tensor in tensors]
+        size = tensors[0].numel()
+        groups = size if self.rows_as_groups else self.groups
+        rows = [tensor.reshape(groups, size // max(1, groups)) for tensor in tensors]
         return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Weight and biases of the layer in the core's shapes, what does not train included."""
         if self.entry is None:
-            return self.matrix(self.weight), None
+            return self.matrix(shards.local(self.weight)), None
         biases = [self.weight] if self.alone else [b for b in self.entry.biases if b is not None]
-        return self.entry.kind.matrix(self.entry.module, self.entry.weight), self.stack(biases)
+        return self._layer(shards.local(self.entry.weight)), self.stack([shards.local(b) for b in biases])
 
     def unstack(self, biases: Tensor | None) -> list[Tensor]:
         """Back to the shapes of the biases."""
-        return [] if biases is None else [row.reshape(b.shape) for row, b in zip(biases, self.biases, strict=True)]
+        if biases is None:
+            return []
+        return [row.reshape(shards.local(b).shape) for row, b in zip(biases, self.biases, strict=True)]
+
+    @property
+    def groups(self) -> int:
+        """In how many groups the layer's inputs and units fall."""
+        return 1 if self.entry is None else self.entry.kind.groups(self.entry.module)
 
     @property
     def fan_in(self) -> int:
         """n of §3.5, with the kernel's area."""
         if self.entry is None:
             return 1
-        *_, inputs, kernel = self.entry.kind.matrix(self.entry.module, self.entry.weight).shape
+        *_, inputs, kernel = self._layer(shards.local(self.entry.weight)).shape
         return inputs * kernel
 
     @property
     def units(self) -> int:
-        """How many units the weight has, over all groups."""
-        return self.matrix(self.weight).shape[:2].numel()
+        """How many units the weight has, over all groups and ranks."""
+        if not shards.sharded(self.weight):
+            return self.matrix(self.weight).shape[:2].numel()
+        return self.weight.shape[0] if self.has_rows else 1
+
+    @property
+    def here(self) -> int:
+        """How many of them this rank has."""
+        return self.matrix(shards.local(self.weight)).shape[:2].numel()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether units are rows of the weight; otherwise the whole of it is one."""
+        return self.entry is not None or self.weight.dim() > 1
+
+    @property
+    def rows_as_groups(self) -> bool:
+        """Whether this rank has some rows of a layer in groups."""
+        return self.entry is not None and shards.sharded(self.weight) and self.groups > 1
+
+    @property
+    def over(self) -> Whole:
+        """Reductions over all units, wherever they are."""
+        return shards.over_units(self.weight) if self.has_rows else WHOLE
+
+    def unit_square(self, on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
+        """Σ of squares of each unit this rank has something of: [group, unit]."""
+        square = unit_square(on_weight, on_bias)
+        if not shards.sharded(self.weight):
+            return square
+        split = shards.groups_along(self.weight, rows=False)
+        split += [] if self.has_rows else shards.groups_along(self.weight, rows=True)
+        return shards.Spread(split).reduced(square)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -95,7 +145,7 @@ def gather(
     trains carries them; otherwise it takes the bias-less form and leftover biases move alone.
     """
     held = {id(p): group for group in groups for p in group["params"] if trains(p)}
-    entries = list(entries)
+    entries = [entry for entry in entries if not entry.unfit]
     uses = [id(b) for entry in entries for b in entry.biases if b is not None]
     found: list[Block] = []
     for entry in entries:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import shards
 from .blocks import Block
 from .hooks import Stage
 
@@ -214,6 +215,7 @@ def state_problems(kept: Any, wanted: Wanted, known: set[str] | None) -> list[st
 
 def sound(name: str, value: Tensor) -> bool:
     """Whether moments are finite, and those that are squares or counts not negative."""
+    value = shards.local(value)
     return bool(value.isfinite().all()) and (name not in POSITIVE or bool((value >= 0).all()))
 
 

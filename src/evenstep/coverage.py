@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from . import shards
 from .layers import LayerKind, Slot, batch_second, check_layout, kind_of, overrides_forward
 
 
@@ -67,6 +69,22 @@ class Entry:
                 "changing a model"
             )
         return weight
+
+    @property
+    def shape(self) -> torch.Size:
+        """The whole weight's in the core's layout, [group, unit, input, kernel]."""
+        return self._layout(self.weight).shape
+
+    def _layout(self, weight: Tensor) -> Tensor:
+        return self.kind.matrix(self.module, torch.empty(weight.shape, device="meta"))
+
+    @property
+    def unfit(self) -> str | None:
+        """Why the layer, though known, cannot have coordinates as its parameters lie on ranks; None if it can."""
+        weight, biases = self.weight, self.biases
+        if not any(shards.sharded(p) for p in [weight, *biases]):
+            return None
+        return shards.why_unfit(weight, self._layout(weight), biases)
 
     @property
     def biases(self) -> list[Tensor | None]:

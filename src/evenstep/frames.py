@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import update
+from . import shards, update
 from .blocks import Block
 from .constants import canonical_beta2, canonical_mg2, geometry_beta2
 from .hooks import Stage
@@ -32,7 +32,7 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
 
     A rule that normalizes (`linear` False) would keep one stray β of the two, so it gets β = 1.
     """
-    groups, _, inputs, _ = block.matrix(block.weight).shape
+    groups, units, inputs, _ = block.matrix(shards.local(block.weight)).shape
     weight, group = block.weight, block.group
     if stage is None or block.treatment == "plain":
         like = torch.empty(groups, inputs, dtype=accumulation_dtype(weight.dtype), device=weight.device)
@@ -42,10 +42,20 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
         return update.still_frame(stage.centre.new_empty(groups, inputs), beta2)
     if block.treatment == "canonical":
         started = state["mass"] > 0
-        mg2 = torch.where(started, state["mg2"], batch_mg2(stage, group)).view(groups, -1)
+        mg2 = torch.where(started, state["mg2"], batch_mg2(stage, group))
         beta2 = torch.where(started | (stage.applied > 0), canonical_beta2(mg2, group["damping"]), beta2)
-    running, sums, centre = grouped(state, stage, groups)
-    return update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
+        beta2 = (beta2[shards.row_numbers(weight)] if shards.sharded(weight) else beta2).view(groups, units)
+    running, sums, centre = grouped(state, stage, block.groups)
+    found = update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
+    return per_row(found, block) if block.rows_as_groups else found
+
+
+def per_row(frame: update.Frame, block: Block) -> update.Frame:
+    """The coordinates of a grouped layer for each row that this rank has."""
+    assert block.entry is not None
+    own = shards.row_numbers(block.weight) // block.entry.shape[1]
+    constants = frame.constants._replace(mu=frame.constants.mu[own], alpha2=frame.constants.alpha2[own])
+    return update.Frame(constants, frame.spread[own], frame.fresh_spread[own], frame.raised)
 
 
 def unit_length2(block: Block, frame: update.Frame) -> Tensor:

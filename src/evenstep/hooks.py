@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from . import shards
 from .coverage import Entry
 from .kernels import moments as moments_kernel
 from .layers import LayerKind, Look
@@ -165,7 +166,7 @@ class Watch:
                     self.traffic.rows |= look.applied > 0
                     self.traffic.empty |= look.applied == 0
                 if look.applied:
-                    stage.see(look if self.inputs else look._replace(x=None))
+                    stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
         self._watch_gradient(output)
 
     def _watch_gradient(self, output: Any) -> None:
@@ -173,6 +174,11 @@ class Watch:
         stage = self.stages[0]
         if self.gradients and stage is not None and stage.units and output.requires_grad:
             dim = self.kind.units_dim(output)
+            if output.shape[dim] != stage.units or shards.sharded(output):
+                raise RuntimeError(
+                    f"canonical coordinates need the whole output of a layer; got {output.shape[dim]} of {stage.units} "
+                    "units here (tensor parallelism): exclude that layer, or take another optimizer."
+                )
             output.register_hook(lambda grad: stage.see_gradient(grad, dim))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
@@ -229,7 +235,7 @@ class Collector:
         self._handles: list[RemovableHandle] = []
 
     def _stage(self, entry: Entry, limit: int | None) -> Stage:
-        groups, units, inputs, _ = entry.kind.matrix(entry.module, entry.weight).shape
+        groups, units, inputs, _ = entry.shape
         return Stage(
             groups * inputs,
             groups * units if self.gradients and entry.slot.shown else 0,

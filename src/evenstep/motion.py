@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import shards
 from .blocks import Block
 
 
 def gradient(p: Tensor) -> Tensor:
-    """The gradient of a parameter that has one."""
+    """The gradient of a parameter that has one: what this rank has of it."""
     assert p.grad is not None
-    return p.grad
+    return p.grad if type(p.grad) is Tensor else shards.local(p.grad)
 
 
 def rates(block: Block) -> list[Any]:
@@ -19,6 +20,12 @@ def rates(block: Block) -> list[Any]:
     found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
     found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
     return [lr * block.group.get("plain_ratio", 1) for lr in found] if block.aside else found
+
+
+def at_rest(groups: list[dict[str, Any]]) -> bool:
+    """Whether all stepsizes are 0, as in a step that frameworks make to create state; another device is not asked."""
+    lrs = [group["lr"] for group in groups]
+    return not any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in lrs) and not any(lrs)
 
 
 def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
@@ -52,6 +59,7 @@ def step_count(p: Tensor, count: float) -> Tensor:
 
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
+    saved = shards.matched(saved, live)
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
         return live.copy_(saved.detach())
     return saved.detach().to(device, copy=True)

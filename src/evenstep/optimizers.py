@@ -12,8 +12,8 @@ from .shell import CoordinateOptimizer, Plan
 
 
 def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
-    """A constructor's hyperparameters, from its `locals()`: all but the parameters, the model and the scaler."""
-    apart = ("self", "params", "model", "scaler", "__class__")
+    """A constructor's hyperparameters, from its `locals()`: all that groups may have."""
+    apart = ("self", "params", "model", "scaler", "process_group", "__class__")
     return {k: v for k, v in arguments.items() if k not in apart} | fixed
 
 
@@ -57,9 +57,10 @@ class FanInSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
 
 class WhitenedSGD(_SG):
@@ -87,9 +88,10 @@ class WhitenedSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
 
 class CanonicalSGD(_SG):
@@ -124,19 +126,20 @@ class CanonicalSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
         self.scaler = scaler
 
-    def _step_blocks(self, plan: Plan) -> None:
+    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
         if self._collector is not None:
             if scale is not None:
                 self._collector.unscale(scale)
-            self._examples = self._collector.examples()
-        super()._step_blocks(plan)
+            self._examples = self._collector.examples() / self._world  # gradients are averaged over ranks
+        super()._step_blocks(plan, agreed)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Of the mean loss, whatever the reduction."""
@@ -178,25 +181,26 @@ class EvenStep(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
-        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model)
+        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model, process_group)
 
     def _init_rule(self, block: Block) -> None:
         super()._init_rule(block)
-        rules.init_square(self.state[block.weight], block.weight, [block.units])
+        rules.init_square(self.state[block.weight], block, block.weight, "unit")
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        square = stepsize.unit_square(on_weight, on_bias).flatten()
+        square = block.unit_square(on_weight, on_bias).flatten()
         average = rules.running_square(self.state[block.weight], square, block.group, ok)
         ahead = on_weight, on_bias
         if block.group["momentum"]:
             buffers = super()._rule(block, on_weight, on_bias, ok)
             ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
         damping = 0.0 if block.entry is None else block.group["damping"]
-        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping)])
+        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping, block.over)])
 
 
 class BlockNaturalSGD(_SG):
@@ -229,15 +233,16 @@ class BlockNaturalSGD(_SG):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the shared keywords in the API reference."""
         checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
-        super().__init__(params, options(locals()), model)
+        super().__init__(params, options(locals()), model, process_group)
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """Sum the squares of the whole network first, where they are wanted."""
         whole = [b for b in blocks if b.group["block"] == "network"]
-        squares = [stepsize.unit_square(*self._gradients(b)).sum() for b in whole]
+        squares = [b.over.total(b.unit_square(*self._gradients(b))) for b in whole]
         self._network = torch.stack(squares).sum() if squares else torch.zeros(())
         super()._advance(blocks, ok)
 
@@ -246,8 +251,7 @@ class BlockNaturalSGD(_SG):
         if block.group["bounded"]:
             single = block.group["block"] == "weight"
             for p in block.parameters if single else [block.weight]:
-                whole = [] if block.group["block"] == "network" else [block.units]
-                rules.init_square(self.state[p], p, p.shape if single else whole)
+                rules.init_square(self.state[p], block, p, block.group["block"])
 
     def _rule(
         self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
@@ -256,7 +260,7 @@ class BlockNaturalSGD(_SG):
         if group["block"] == "weight":
             squares = [torch.square(g) for g in [block.unmatrix(on_weight), *block.unstack(on_bias)]]
         elif group["block"] == "unit":
-            squares = [stepsize.unit_square(on_weight, on_bias).flatten()]
+            squares = [block.unit_square(on_weight, on_bias).flatten()]
         else:
             squares = [self._network.to(on_weight.device)]
         if group["bounded"]:

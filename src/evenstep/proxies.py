@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import shards
+
 OURS = {"mx", "vx", "mass", "sharing"}  # state of ours beside the rule's own
 REFUSED = {
     "LBFGS": "it evaluates the loss several times along a line",
@@ -23,12 +25,40 @@ REFUSED = {
 
 
 class Proxy(NamedTuple):
-    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize."""
+    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize.
+
+    Of a parameter that is sharded over ranks it is this rank's part, or all of it (`whole`).
+    """
 
     p: Tensor
     grad: Tensor
     group: dict[str, Any]
     lr: Any
+    whole: bool = False
+
+    def shown(self, value: Any) -> Any:
+        """What is kept of the rule's memory, as the rule is to see it."""
+        if not isinstance(value, Tensor):
+            return value
+        return shards.whole(value) if self.whole else shards.local(value)
+
+    def kept(self, value: Any) -> Any:
+        """The rule's memory as it is to be kept: what is shaped like the stand-in is sharded as the parameter is."""
+        if not shards.sharded(self.p) or not isinstance(value, Tensor) or value.shape != self.grad.shape:
+            return value
+        own = shards.part(value, self.p) if self.whole else value
+        return shards.placed(own, self.p, whole_shape(self.p, self.grad))
+
+
+def whole_shape(p: Tensor, grad: Tensor) -> torch.Size:
+    """The shape of what `grad` is a part of: the parameter's, or that of its layer as one matrix."""
+    joint = grad.dim() == 2 and (p.dim() != 2 or grad.shape[1] != shards.local(p).shape[1])
+    return torch.Size([p.shape[0], grad.shape[1]]) if joint else p.shape
+
+
+def gathered(p: Tensor, grad: Tensor) -> Tensor:
+    """The whole of a gradient on v of which each rank has a part."""
+    return shards.whole(shards.placed(grad, p, whole_shape(p, grad)))
 
 
 class BaseRule:
@@ -55,6 +85,7 @@ class BaseRule:
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
         (still, self.keeps), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
         self.counts = "step" in self.keeps
+        self.elementwise = torch.allclose(still, trial(partial(self.make, **quiet), 0.0, apart=True)[0], atol=1e-14)
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
             raise ValueError(
                 f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
@@ -82,14 +113,19 @@ def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
     return {name: value for name, value in wanted.items() if value is not None and name in known}
 
 
-def trial(make: Callable[..., Optimizer], start: float) -> tuple[Tensor, set[str]]:
-    """How far a rule moves a small matrix that starts at `start` in two steps, and the names of what it keeps."""
-    p = nn.Parameter(torch.full((2, 2), start, dtype=torch.float64))
-    optimizer = make([p])
+def trial(make: Callable[..., Optimizer], start: float, apart: bool = False) -> tuple[Tensor, set[str]]:
+    """How far a rule moves a small matrix that starts at `start` in two steps, and the names of what it keeps.
+
+    With `apart` each element is a matrix of its own.
+    """
+    shape = (4, 1, 1) if apart else (1, 2, 2)
+    params = [nn.Parameter(p) for p in torch.full(shape, start, dtype=torch.float64)]
+    optimizer = make(params)
     for grad in ([[1.0, -2.0], [0.5, 3.0]], [[-1.0, 1.0], [2.0, 0.1]]):
-        p.grad = torch.tensor(grad, dtype=torch.float64)
+        for p, g in zip(params, torch.tensor(grad, dtype=torch.float64).view(shape), strict=True):
+            p.grad = g.clone()
         optimizer.step()
-    return p.detach() - start, set(optimizer.state[p])
+    return torch.stack([p.detach() for p in params]).view(2, 2) - start, set(optimizer.state[params[0]])
 
 
 def steps_of(
@@ -105,7 +141,8 @@ def steps_of(
     for proxy in proxies:
         q = nn.Parameter(torch.zeros_like(proxy.grad))
         q.grad = proxy.grad
-        kept = {k: v for k, v in state[proxy.p].items() if k not in OURS and (base.counts or k != "step")}
+        mine = {k: v for k, v in state[proxy.p].items() if k not in OURS and (base.counts or k != "step")}
+        kept = {k: proxy.shown(v) for k, v in mine.items()}
         rule.state[q] = kept or base.first_state(q)
         options = {} if own_options else {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
         join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
@@ -113,14 +150,14 @@ def steps_of(
     unhooked(rule)
     groups = {q: group for group in rule.param_groups for q in group["params"]}
     for proxy, q in zip(proxies, stand_ins, strict=True):
-        state[proxy.p].update(rule.state[q])
+        state[proxy.p].update({k: proxy.kept(v) for k, v in rule.state[q].items()})
         q.grad = None
         if not own_options:  # some rules count in their groups
             proxy.group.update({k: v for k, v in groups[q].items() if k != "params" and k not in fixed(0)})
     rule.state, rule.param_groups = defaultdict(dict), []
+    steps = [shards.part(q.detach(), p.p) if p.whole else q.detach() for p, q in zip(proxies, stand_ins, strict=True)]
     return [
-        q.detach() * proxy.lr if isinstance(proxy.lr, Tensor) else q.detach()
-        for proxy, q in zip(proxies, stand_ins, strict=True)
+        step * proxy.lr if isinstance(proxy.lr, Tensor) else step for proxy, step in zip(proxies, steps, strict=True)
     ]
 
 

@@ -1,16 +1,16 @@
 """What a rule keeps between steps, for one block: momentum, and eq. 11's running squares."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import stepsize
+from . import shards, stepsize
 from .blocks import Block
 from .coordinates import per_unit
 from .frames import State, put
 from .moments import accumulation_dtype, fold_mean, gain
+from .segments import WHOLE
 
 
 def init_momentum(states: list[State], block: Block) -> None:
@@ -24,7 +24,7 @@ def momentum(
     states: list[State], block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The momentum buffers, in the core's shapes, after one more value."""
-    buffers = [state["momentum_buffer"] for state in states]
+    buffers = [shards.local(state["momentum_buffer"]) for state in states]
     values = [block.unmatrix(on_weight), *block.unstack(on_bias)]
     for buffer, value in zip(buffers, values, strict=True):
         put(buffer, stepsize.heavy_ball(buffer, value, block.group["momentum"]), ok)
@@ -42,21 +42,26 @@ def look_ahead(
     return ahead, stepsize.look_ahead(on_bias, bias_buffer, momentum)
 
 
-def init_square(state: State, p: Tensor, shape: Sequence[int]) -> None:
-    """Add to `state` a running mean square of this shape for parameter `p`, in float32 or better."""
+def init_square(state: State, block: Block, p: Tensor, of: str) -> None:
+    """Add to `state` running mean squares for `p`, in float32 or better: one per "weight", per "unit", or "network"."""
     if "square" not in state:
         dtype = accumulation_dtype(p.dtype)
-        state["square"] = torch.zeros_like(p, dtype=dtype) if shape == p.shape else p.new_zeros(shape, dtype=dtype)
-        state["square_mass"] = p.new_zeros((), dtype=dtype)
+        if of == "weight":
+            state["square"] = torch.zeros_like(p, dtype=dtype)
+        else:
+            square = torch.zeros([] if of == "network" else [block.here], dtype=dtype, device=p.device)
+            spread = of == "unit" and block.over is not WHOLE
+            state["square"] = shards.placed(square, p, [block.units]) if spread else square
+        state["square_mass"] = torch.zeros((), dtype=dtype, device=p.device)
 
 
 def running_square(state: dict[str, Any], square: Tensor, group: dict[str, Any], ok: Tensor | None) -> Tensor:
     """Eq. 11's expectation: the running mean of `square`, this one included; bias-corrected unless told not to be."""
     mass = state["square_mass"]
     weight = mass if group["bias_correction"] else torch.ones_like(mass)
-    put(state["square"], fold_mean(state["square"], square, weight, group["decay"]), ok)
+    average = shards.local(state["square"])
+    put(average, fold_mean(average, square, weight, group["decay"]), ok)
     put(mass, gain(mass, group["decay"])[1], ok)
-    average: Tensor = state["square"]
     return average
 
 

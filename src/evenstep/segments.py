@@ -21,6 +21,10 @@ class Whole:
         """The sum, one per layer."""
         return x.sum()
 
+    def most(self, x: Tensor) -> Tensor:
+        """The largest, one per layer; 0 of nothing."""
+        return x.amax() if x.numel() else x.sum()
+
     def widen(self, x: Tensor) -> Tensor:
         """One value per layer, to meet its elements."""
         return x

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checkpoints, checks, frames, update
+from . import checkpoints, checks, distributed, frames, shards, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector, Stage
 from .layout import Layout, arrange
 from .moments import accumulation_dtype
-from .motion import displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
+from .motion import at_rest, displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
 from .together import begin
 
@@ -53,10 +53,14 @@ class CoordinateOptimizer(Optimizer):
     linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
     _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", or none
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
+    process_group: Any
 
-    def __init__(self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None, process_group: Any = None
+    ) -> None:
         """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
         self._detached()
+        self.process_group = distributed.checked(self._owner, process_group)
         whole = isinstance(params, nn.Module)
         params, model = checks.parameters_of(self._owner, params, model)
         self._whole = whole
@@ -77,10 +81,14 @@ class CoordinateOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._nonfinite: Tensor | None = None
         self._monitors: list[Monitor] = []
+        self.process_group = None
+        self._pool = distributed.Pool()
+        self._world = 1  # how many ranks took part in the last step
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
-        return {**super().__getstate__(), **{k: self.__dict__[k] for k in self._copied if k in self.__dict__}}
+        own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
+        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -129,7 +137,7 @@ class CoordinateOptimizer(Optimizer):
             gradients=self.coordinates == "canonical",
             rows=lambda entry: self._option(entry.weight, "rows", None),
         )
-        self._complete = False
+        self._complete, self._pool = False, distributed.Pool()
         self._recentre()
         if self.coordinates != "plain":
             self._collector.attach(self)
@@ -172,8 +180,13 @@ class CoordinateOptimizer(Optimizer):
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
-        model = None if self._collector is None else self._collector.model
-        return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), model, self._left_out)
+        if self._collector is None:
+            return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), None, {})
+        reasons = dict(self._left_out)
+        for entry in self._collector.entries:
+            if unfit := entry.unfit:
+                reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
+        return coverage_of(self.param_groups, self._blocks(lambda p: p.requires_grad), self._collector.model, reasons)
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
@@ -199,11 +212,24 @@ class CoordinateOptimizer(Optimizer):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._complete, self._stale = True, True
         traffic = None if self._collector is None else self._collector.traffic
-        if traffic is None or traffic.rows or not traffic.empty:
-            self._step_blocks(self._planned())
+        busy = traffic is None or traffic.rows or not traffic.empty
+        ranks = distributed.ranks_of(self.process_group)
+        self._world = 1 if ranks is None else ranks.size()
+        agreed = None if ranks is None else self._pooled(ranks, self._planned().blocks, busy)
+        if busy or (agreed is not None and agreed.busy > 0):
+            self._step_blocks(self._planned(), None if agreed is None else agreed.finite)
         if self._collector is not None:
             self._collector.clear()
         return loss
+
+    def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
+        """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
+        parts = []
+        if self._collector is not None and self.coordinates != "plain":
+            for entry, stage in self._collector.stages.items():
+                mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
+                parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
+        return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self) -> Plan:
         """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go."""
@@ -231,10 +257,12 @@ class CoordinateOptimizer(Optimizer):
             self._plan, self._stale = Plan(signature, blocks, layouts, rest), False
         return self._plan
 
-    def _step_blocks(self, plan: Plan) -> None:
+    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
+        """Move all blocks; `agreed` is what ranks have found together of their gradients: whether they are finite."""
         blocks = plan.blocks
         moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
-        ok = self._finite(plan.rest, [move.finite() for move in moving])
+        known = [move.finite() for move in moving]
+        ok = self._finite(plan.rest, known) if agreed is None else self._finite([], [agreed, *known])
         on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
         if on_host and not ok:
             self._warn("nonfinite", NONFINITE)
@@ -310,7 +338,7 @@ class CoordinateOptimizer(Optimizer):
 
     def _say_unseen(self, blocks: list[Block]) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
-        if self.coordinates == "plain" or "unseen" in self._warned:
+        if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
             return
         if self._collector is None and blocks:
             self._warn(
@@ -378,6 +406,7 @@ class CoordinateOptimizer(Optimizer):
                 radius=trust,
                 floor=TRUST_FLOOR,
                 crowd=not self.linear,
+                over=block.over,
             )
             stage.guarded(frame.raised, held, largest)
         elif stage is not None and block.group.get("fresh_max") is not None:
@@ -385,7 +414,7 @@ class CoordinateOptimizer(Optimizer):
         steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
         groups = [block.group, *block.bias_groups]
         for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
-            displace(p, s, rate * group["weight_decay"], ok)
+            displace(shards.local(p), s, rate * group["weight_decay"], ok)
         for monitor in self._monitors:
             monitor.note(block, stage, self.state[block.weight])
         frames.commit(self.state[block.weight], block, stage, ok)
@@ -455,6 +484,7 @@ class CoordinateOptimizer(Optimizer):
 
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and forget what is staged."""
+        self._pool.settled.clear()
         if self._collector is not None:
             self._collector.clear()
             for entry, stage in self._collector.stages.items():

@@ -113,17 +113,19 @@ def within_trust(
     radius: float,
     floor: float,
     crowd: bool,
+    over: Whole = WHOLE,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The step with every unit held to its trust radius; how many units were; the largest relative step asked for.
 
-    With `crowd` the radius is bounded by what is typical of the layer, too.
+    With `crowd` the radius is bounded by what is typical of the layer, too; `over` reduces over all of its units.
     """
     step2 = guards.squared_length(weight_step, bias_steps, frame.constants.mu, frame.fresh_spread)
     if bias_steps is not None:
         step2 = step2.amax(0)
     relative2 = guards.relative(unit2, step2, floor)
-    factor, over = guards.trust_factor(unit2, step2, radius, floor, guards.typical(relative2) if crowd else None)
-    return *guards.shorten(weight_step, bias_steps, factor), over.sum(), relative2.amax().sqrt()
+    typical2 = guards.typical(relative2, over) if crowd else None
+    factor, held = guards.trust_factor(unit2, step2, radius, floor, typical2)
+    return *guards.shorten(weight_step, bias_steps, factor), over.total(held), over.most(relative2).sqrt()
 
 
 def moments_after(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, proxies, update
+from . import checks, proxies, shards, update
 from .blocks import Block
 from .motion import rates
 from .proxies import BaseRule, Proxy
@@ -47,6 +47,7 @@ class Whitened(CoordinateOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
         """See the shared keywords in the API reference."""
@@ -81,7 +82,7 @@ class Whitened(CoordinateOptimizer):
         clash = (set(ours) & set(self._base.instance.defaults)) - COMMON
         if clash:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
-        super().__init__(params, {**self._base.instance.defaults, **ours}, model)
+        super().__init__(params, {**self._base.instance.defaults, **ours}, model, process_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As ours; the rules then mend what an older version of theirs has left."""
@@ -152,9 +153,12 @@ class Whitened(CoordinateOptimizer):
         if self._plain is not self._base and not block.aside:
             ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, self._outside(block), strict=False)]
             lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=False)]
+        rules = [self._plain if outside else self._base for outside in self._outside(block)]
+        wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(block.parameters, rules, strict=False)]
+        grads = [g.to(p.dtype).contiguous() for p, g in zip(block.parameters, grads, strict=False)]
         return [
-            Proxy(p, g.to(p.dtype).contiguous(), group, lr)
-            for p, g, group, lr in zip(block.parameters, grads, groups, lrs, strict=False)
+            Proxy(p, proxies.gathered(p, g) if whole else g, group, lr, whole)
+            for p, g, group, lr, whole in zip(block.parameters, grads, groups, lrs, wholes, strict=False)
         ]
 
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -173,7 +177,7 @@ def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
 
 def parted(matrix: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
     """The inverse of `joined` for a block."""
-    shape = block.matrix(block.weight).shape
+    shape = block.matrix(shards.local(block.weight)).shape
     if not block.biases:
         return matrix.view(shape), None
     on_weight, on_bias = matrix[:, : -len(block.biases)], matrix[:, -len(block.biases) :]

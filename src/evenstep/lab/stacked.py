@@ -212,11 +212,11 @@ class TorchRule:
         if not shown:
             return []
         if self.together[id(rule)]:
-            stacked = [Proxy(p, grad.contiguous(), group, along(rate, grad)) for p, grad, group, rate in shown]
+            stacked = [Proxy(p, grad.contiguous(), group, along(rate, grad)) for p, grad, group, rate, _ in shown]
             return proxies.steps_of(rule, stacked, self.memory, own_options=own_options)
         single = [
             Proxy(self._key(p, member), grad[member].contiguous(), group, rate[member])
-            for p, grad, group, rate in shown
+            for p, grad, group, rate, _ in shown
             for member in range(self.members)
         ]
         steps = proxies.steps_of(rule, single, self.memory, own_options=own_options)
