@@ -41,7 +41,7 @@ def _main(rank, world, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     results = []
     for function, arguments in torch.load(folder / "jobs.pt", weights_only=False):

@@ -74,7 +74,7 @@ def typical(relative2: Tensor, over: Whole | Segments = WHOLE) -> Tensor:
     tensor(2.)
     """
     moves = relative2 > 0
-    logs, count = over.total(torch.where(moves, relative2.log(), 0.0)), over.total(moves.to(relative2.dtype))
+    logs, count = over.totals(torch.where(moves, relative2.log(), 0.0), moves.to(relative2.dtype))
     return over.widen((logs / count).exp())
 
 

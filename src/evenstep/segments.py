@@ -21,6 +21,10 @@ class Whole:
         """The sum, one per layer."""
         return x.sum()
 
+    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Several sums."""
+        return tuple(map(self.total, xs))
+
     def most(self, x: Tensor) -> Tensor:
         """The largest, one per layer; 0 of nothing."""
         return x.amax() if x.numel() else x.sum()
@@ -51,6 +55,10 @@ class Segments(NamedTuple):
     def total(self, x: Tensor) -> Tensor:
         """The sum, one per layer, added up in order: the same in every run."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, unsafe=True)
+
+    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Several sums."""
+        return tuple(map(self.total, xs))
 
     def widen(self, x: Tensor) -> Tensor:
         """One value (or row) per layer, to meet its elements."""

@@ -14,10 +14,12 @@ from torch import distributed as dist
 
 from .segments import WHOLE, Whole
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def sharded(tensor: Any) -> bool:
     """Whether it is a DTensor; asked without importing what few need."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def visible(x: Tensor | None, dim: int) -> Tensor | None:
     """What this rank has of a layer's input; nothing if it has some of the inputs (along `dim`) alone."""
-    if x is None or type(x) is Tensor or not sharded(x):
+    if x is None or not sharded(x):
         return x
     split = any(getattr(place, "dim", None) == dim for place in x.placements)  # type: ignore[attr-defined]
     return None if split else local(x)
@@ -57,12 +59,16 @@ class Spread(Whole):
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over all ranks' elements."""
-        both = self.reduced(torch.stack([x.sum(), x.new_tensor(x.numel())]))
-        return both[0] / both[1].clamp(min=1)
+        total, count = self.totals(x, torch.ones_like(x))
+        return total / count.clamp(min=1)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over all ranks' elements."""
         return self.reduced(x.sum())
+
+    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Several sums, by one reduction."""
+        return self.reduced(torch.stack([x.sum() for x in xs])).unbind()
 
     def most(self, x: Tensor) -> Tensor:
         """The largest of all ranks' elements."""
