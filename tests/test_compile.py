@@ -1,28 +1,360 @@
-"""A compiled model is watched as an eager one: one graph, no break, no recompilation, the same weights."""
+"""torch.compile: a compiled model is watched as an eager one, and a compiled step moves as an eager one."""
 
 import copy
+import pickle
+import shutil
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from cases import OPTIMIZERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own imports
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+SOME = [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
-@pytest.mark.parametrize("build", [evenstep.EvenStep, evenstep.WhitenedSGD, evenstep.FanInSGD])
-def test_a_compiled_model_trains_to_the_same_weights_in_one_graph(build):
-    eager = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
-    inner = copy.deepcopy(eager)
-    optimizers = build(eager), build(inner)
+class Chain(nn.Module):
+    """Layers in a row, with a forward of its own: hooks on such a model run before the compiled graph."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Twice(nn.Module):
+    """A layer that is called twice in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(self.inner(x).relu()).relu())
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x).relu()).relu())
+
+
+class Recomputed(nn.Module):
+    """A part that is run again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x, use_reentrant=False).relu())
+
+
+class Autocast(nn.Module):
+    """Layers that compute in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.two(self.one(x).relu()).float()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def convnet():
+    convs = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.ReLU()]
+    return nn.Sequential(*convs, nn.ConvTranspose2d(4, 2, 2, stride=2), nn.Flatten(), nn.Linear(72, 3))
+
+
+MODELS = {
+    "mlp": (mlp, (6,)),
+    "convolutions": (convnet, (2, 5, 5)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (5, 8)),
+    "called twice": (Twice, (6,)),
+    "tied": (Tied, (6,)),
+    "checkpointed": (Recomputed, (6,)),
+    "autocast": (Autocast, (6,)),
+}
+SIZES = [6, 6, 6, 6, 4, 6, 4]  # the last batch of an epoch is smaller
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(optimizer, model, forward, shape):
+    """Train with all that may make a compiler look again: evaluation, schedules, a checkpoint, a smaller batch."""
+    generator = torch.Generator().manual_seed(1)
+    for k, size in enumerate(SIZES):
+        x = torch.randn(size, *shape, generator=generator) + 0.5
+        if k in (2, 5):
+            model.eval()
+            with torch.no_grad():
+                forward(x)
+            model.train()
+        optimizer.zero_grad()
+        forward(x).square().mean().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+        if k == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def graphs_of(optimizer, model, shape, compiled):
+    """Train a compiled model; how many graphs were compiled, and nothing was broken."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(inner, fullgraph=True, backend="aot_eager")
-    for _ in range(3):
-        x = torch.randn(6, 3, 8, 8)
-        for model, optimizer in zip((eager, compiled), optimizers, strict=True):
+    train(optimizer, model, compiled, shape)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def assert_same(model, other, **close):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(q, p, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+@cache
+def graphs_without_hooks(name, backend):
+    """How often a model compiles when nobody watches it."""
+    build, shape = MODELS[name]
+    model = build()
+    return graphs_of(sgd(model), model, shape, torch.compile(model, fullgraph=True, backend=backend))
+
+
+def assert_compiles_as_eager(case, name, backend, **close):
+    """A watched model compiles as often as the same model without hooks, and trains as in eager mode.
+
+    One with a forward of its own has one graph more: its hooks are called before its forward is compiled.
+    """
+    build, shape = MODELS[name]
+    eager, lr = build(), case.keywords["lr"] / 10
+    watched = copy.deepcopy(eager)
+    train(case.build(eager, lr=lr), eager, eager, shape)
+    compiled = torch.compile(watched, fullgraph=True, backend=backend)
+    graphs = graphs_of(case.build(watched, lr=lr), watched, shape, compiled)
+    apart = not type(eager).__module__.startswith("torch.")
+    assert graphs - apart <= graphs_without_hooks(name, backend)
+    assert_same(eager, watched, **close)
+
+
+@pytest.mark.feature("compiled model")
+@every_optimizer
+def test_a_compiled_model_is_one_graph_and_trains_to_the_same_weights(case):
+    assert_compiles_as_eager(case, "mlp", "eager")
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
+    backend = "aot_eager" if name in ("mlp", "checkpointed") else "eager"  # "eager" runs checkpointed parts as they are
+    assert_compiles_as_eager(OPTIMIZERS["evenstep"], name, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_goes_through_autograds_compiler(case, name):
+    assert_compiles_as_eager(case, name, "aot_eager")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
+@pytest.mark.parametrize("name", ["convolutions", "checkpointed"])
+def test_inductor_trains_to_the_same_weights(case, name):
+    assert_compiles_as_eager(case, name, "inductor", rtol=1e-3, atol=1e-5)
+
+
+def in_place(model):
+    model.compile(fullgraph=True, backend="eager")
+    return model
+
+
+def inside_a_function(model):
+    @torch.compile(fullgraph=True, backend="eager")
+    def forward(x):
+        return model(x) * 1.0
+
+    return forward
+
+
+def block_by_block(model):
+    for layer in model.layers:
+        if isinstance(layer, Chain):
+            layer.compile(fullgraph=True, backend="eager")
+    return model
+
+
+def with_any_batch_size(model):
+    return torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it by itself
+@pytest.mark.parametrize("how", [in_place, inside_a_function, block_by_block, with_any_batch_size])
+def test_every_way_to_compile_is_watched(how):
+    eager = Chain(Chain(nn.Linear(6, 8), nn.ReLU()), Chain(nn.Linear(8, 6), nn.ReLU()), nn.Linear(6, 3))
+    model = copy.deepcopy(eager)
+    train(evenstep.EvenStep(eager), eager, eager, (6,))
+    graphs_of(evenstep.EvenStep(model), model, (6,), how(model))
+    assert_same(eager, model)
+
+
+@pytest.mark.feature("compiled model")
+@every_optimizer
+def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
+    torch._dynamo.reset()
+    model, x = mlp(), torch.randn(5, 6)
+    optimizer = case.build(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    average = AveragedModel(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    stages = [s.tally for s in optimizer._collector.stages.values()] if case.cls is not evenstep.BlockNaturalSGD else []
+    loaded = torch.compile(pickle.loads(pickle.dumps(model)), fullgraph=True, backend="eager")
+    for twin in (copy.deepcopy(compiled), loaded, torch.compile(average.module, fullgraph=True, backend="eager")):
+        twin(x).sum().backward()
+        assert all(p.grad is not None for p in twin.parameters())
+    assert_close(loaded(x), compiled(x))
+    assert all(tally[-1] == 5 for tally in stages)  # of that one call
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD])
+def test_a_model_compiled_before_its_optimizer_is_built_is_warned_of(case):
+    torch._dynamo.reset()
+    model, x = mlp(), torch.randn(5, 6)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    optimizer = case.build(model)
+    compiled(x).sum().backward()
+    with pytest.warns(UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input .*compiled before"):
+        optimizer.step()
+    torch._dynamo.reset()  # the way out: let it be compiled again
+    compiled(x).sum().backward()
+    assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+
+
+def steps(case, model, backend, **keywords):
+    """Train with a compiled step, or an eager one: a schedule, a checkpoint, and at the end a gradient with a NaN.
+
+    How many graphs there were after each step.
+    """
+    optimizer = case.build(model, **keywords)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+    generator, graphs = torch.Generator().manual_seed(2), []
+    for k in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(6, 6, generator=generator) + 0.5).square().mean().backward()
+        if k == 5:
+            model[0].weight.grad[0, 0] = torch.nan
+        step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].mul_(0.9)
+            else:
+                group["lr"] *= 0.9
+        if k == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.nonfinite_steps == 1
+    return graphs
+
+
+def assert_steps_as_eager(case, backend, tensor=True, **close):
+    """The graphs of each step, if compiled ones lead to the same weights."""
+    eager = mlp()
+    compiled, lr = copy.deepcopy(eager), case.keywords["lr"]
+    steps(case, eager, None, lr=torch.tensor(lr) if tensor else lr)
+    graphs = steps(case, compiled, backend, lr=torch.tensor(lr) if tensor else lr)
+    assert_same(eager, compiled, **{"rtol": 1e-4, "atol": 1e-6} | close)
+    return graphs
+
+
+skips_a_step = pytest.mark.filterwarnings("ignore:.*a gradient is not finite")
+
+
+@skips_a_step
+@pytest.mark.feature("compiled step")
+@every_optimizer
+def test_a_compiled_step_is_compiled_once_and_moves_as_an_eager_one(case):
+    """With a tensor for lr, which the schedule writes into. The rule of `Whitened` runs between graphs."""
+    *graphs, _ = assert_steps_as_eager(case, "eager")
+    assert graphs[0] == graphs[-1] <= (6 if case.cls is evenstep.Whitened else 1)
+
+
+@skips_a_step
+@pytest.mark.feature("compiled step")
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
+def test_a_number_for_lr_is_compiled_once_more_when_it_changes(case):
+    """As with torch's own optimizers: the first value is a constant, then it becomes an input."""
+    *graphs, _ = assert_steps_as_eager(case, "eager", tensor=False)
+    assert graphs[0] < graphs[1] == graphs[-1] <= 2 * graphs[0]
+
+
+@pytest.mark.slow
+@needs_compiler
+@skips_a_step
+@pytest.mark.feature("compiled step")
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
+def test_inductor_steps_to_the_same_weights(case):
+    assert_steps_as_eager(case, "inductor", rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.feature("compiled step")
+def test_a_compiled_step_warns_of_layers_without_statistics():
+    torch._dynamo.reset()
+    model = mlp()
+    optimizer = evenstep.EvenStep(model)
+    optimizer.detach()
+    model(torch.randn(5, 6)).sum().backward()
+    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
+        torch.compile(optimizer.step, backend="eager")()
+
+
+@pytest.mark.feature("compiled step")
+def test_eager_and_compiled_steps_may_take_turns():
+    eager, mixed = mlp(), mlp()
+    mixed.load_state_dict(eager.state_dict())
+    one, two = evenstep.EvenStep(eager), evenstep.EvenStep(mixed)
+    torch._dynamo.reset()
+    compiled = torch.compile(two.step, backend="eager")
+    for k in range(4):
+        x = torch.randn(5, 6)
+        for model, optimizer, step in ((eager, one, one.step), (mixed, two, compiled if k % 2 else two.step)):
             optimizer.zero_grad()
             model(x).square().mean().backward()
-            optimizer.step()
-    for p, q in zip(eager.parameters(), inner.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+            step()
+    assert_same(eager, mixed, rtol=1e-4, atol=1e-6)

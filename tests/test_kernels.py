@@ -111,59 +111,6 @@ def test_channels_last_and_half_precision_together(name, dtype):
         assert_close(b, a, **close)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_is_an_eager_one():
-    torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
-    graphed = copy.deepcopy(eager)
-    xs = [torch.randn(32, 8, device="cuda") for _ in range(8)]
-    still = xs[0].clone()
-
-    def step(model, optimizer, x):
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    one, two = (evenstep.EvenStep(m, lr=0.02, capturable=True) for m in (eager, graphed))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for x in xs[:3]:
-            still.copy_(x)
-            two.zero_grad(set_to_none=True)
-            step(graphed, two, still)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    two.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        step(graphed, two, still)
-    for x in xs[3:]:
-        still.copy_(x)
-        graph.replay()
-    for x in xs:
-        one.zero_grad(set_to_none=True)
-        step(eager, one, x)
-    for a, b in zip(eager.parameters(), graphed.parameters(), strict=True):
-        assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.gpu
-def test_a_step_never_waits_for_the_device():
-    model = Net().cuda()
-    optimizers = [evenstep.EvenStep(model), evenstep.WhitenedSGD(model, momentum=0.9)]
-    train(optimizers[0], model, "cuda", steps=2)
-    train(optimizers[1], model, "cuda", steps=2)
-    tokens = torch.randint(0, 11, (16,), device="cuda")
-    for optimizer in optimizers:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(6):
-                model.zero_grad()
-                model(tokens).square().mean().backward()
-                optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 SHAPES = [
     ((7, 5), 1),
     ((1, 1), 1),

@@ -32,7 +32,8 @@ def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
     """Stepsizes of biases as one factor for [bias, group, unit]."""
     if len(bias_rates) == 1:
         return bias_rates[0]
-    return torch.stack([torch.as_tensor(lr, dtype=like.dtype, device=like.device) for lr in bias_rates]).view(-1, 1, 1)
+    found = [lr.to(like) if isinstance(lr, Tensor) else like.new_full((), lr) for lr in bias_rates]
+    return torch.stack(found).view(-1, 1, 1)
 
 
 def follow(state: dict[str, Any], device: torch.device, keep_step: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 from torch.optim import Optimizer
 
 from . import checkpoints, checks, distributed, frames, shards, update
@@ -79,7 +80,7 @@ class CoordinateOptimizer(Optimizer):
         self._stale = False  # whether state has been made or loaded since the plan
         self._retired: list[Plan] = []
         self._warned: set[str] = set()
-        self._nonfinite: Tensor | None = None
+        self._nonfinite = torch.zeros((), dtype=torch.int64)
         self._monitors: list[Monitor] = []
         self.process_group = None
         self._pool = distributed.Pool()
@@ -208,19 +209,36 @@ class CoordinateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._complete:
+        ready = self._ready(torch.compiler.is_compiling())
+        if ready is not None:
+            self._step_blocks(*ready)
+        if self._collector is not None:
+            self._collector.clear()
+        return loss
+
+    @_disable_dynamo
+    def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
+        """What moves in this step, with its state, and whether ranks have found their gradients finite.
+
+        None after an empty batch. Compilers leave all this to the host.
+        """
+        first = not self._complete
+        if first:
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._complete, self._stale = True, True
         traffic = None if self._collector is None else self._collector.traffic
         busy = traffic is None or traffic.rows or not traffic.empty
         ranks = distributed.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
-        agreed = None if ranks is None else self._pooled(ranks, self._planned().blocks, busy)
-        if busy or (agreed is not None and agreed.busy > 0):
-            self._step_blocks(self._planned(), None if agreed is None else agreed.finite)
-        if self._collector is not None:
-            self._collector.clear()
-        return loss
+        if ranks is None and not busy:
+            return None
+        plan = self._planned(compiled)
+        agreed = None if ranks is None else self._pooled(ranks, plan.blocks, busy)
+        if not busy and (agreed is None or not agreed.busy > 0):
+            return None
+        if compiled or first:
+            self._say_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
+        return plan, None if agreed is None else agreed.finite
 
     def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
@@ -231,18 +249,24 @@ class CoordinateOptimizer(Optimizer):
                 parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
-    def _planned(self) -> Plan:
-        """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go."""
+    def _planned(self, compiled: bool) -> Plan:
+        """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go.
+
+        Compiled steps take all blocks one by one: a compiler fuses those by itself.
+        """
         signature = [
-            (
-                id(group),
-                group["foreach"],
-                group.get("momentum"),
-                group["maximize"],
-                group["capturable"],
-                [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
-            )
-            for group in self.param_groups
+            compiled,
+            *(
+                (
+                    id(group),
+                    group["foreach"],
+                    group.get("momentum"),
+                    group["maximize"],
+                    group["capturable"],
+                    [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
+                )
+                for group in self.param_groups
+            ),
         ]
         if self._plan is None or self._stale or self._plan.signature != signature:
             blocks = self._blocks(lambda p: p.grad is not None)
@@ -251,10 +275,13 @@ class CoordinateOptimizer(Optimizer):
                     f"{self._owner} does not support sparse gradients; build the Embedding with sparse=False."
                 )
             self._init_state(blocks)
-            layouts, rest = arrange([(b, self._stage(b)) for b in blocks] if self._together else [], blocks, self.state)
+            together = [(b, self._stage(b)) for b in blocks] if self._together and not compiled else []
+            layouts, rest = arrange(together, blocks, self.state)
             if self._plan is not None and any(layout.captured for layout in self._plan.layouts):
                 self._retired.append(self._plan)  # a CUDA graph goes on using its tensors
             self._plan, self._stale = Plan(signature, blocks, layouts, rest), False
+            first = next((lay.device for lay in layouts), rest[0].weight.device if rest else self._nonfinite.device)
+            self._nonfinite = self._nonfinite.to(first)
         return self._plan
 
     def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
@@ -263,12 +290,15 @@ class CoordinateOptimizer(Optimizer):
         moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
         known = [move.finite() for move in moving]
         ok = self._finite(plan.rest, known) if agreed is None else self._finite([], [agreed, *known])
-        on_host = ok.device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
+        on_host = ok.device.type == "cpu" and not (
+            torch.compiler.is_compiling() or any(group["capturable"] for group in self.param_groups)
+        )
         if on_host and not ok:
             self._warn("nonfinite", NONFINITE)
             self._recentre()
             return
-        self._say_unseen(blocks)
+        if not torch.compiler.is_compiling():
+            self._say_unseen(blocks)
         mask = None if on_host else ok
         for move in moving:
             here = None if mask is None else mask.to(move.layout.device)
@@ -305,22 +335,20 @@ class CoordinateOptimizer(Optimizer):
 
     def _finite(self, blocks: list[Block], known: list[Tensor]) -> Tensor:
         """Whether all gradients are finite, as a bool on the device; a step that is not is counted."""
-        grads = [g for block in blocks for p in block.parameters if (g := gradient(p)).numel()]
+        grads = [gradient(p) for block in blocks for p in block.parameters if p.numel()]
         largest = torch._foreach_norm(grads, float("inf")) if grads else []
         finite = [*known, *(torch.isfinite(norm) for norm in largest)]
         if not finite:
             return torch.ones((), dtype=torch.bool)
         device = finite[0].device
         ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
-        if self._nonfinite is None or self._nonfinite.device != device:
-            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        self._nonfinite += ~ok
+        self._nonfinite += (~ok).to(self._nonfinite.device)
         return ok
 
     @property
     def nonfinite_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite (reads the device)."""
-        count = 0 if self._nonfinite is None else int(self._nonfinite)
+        count = int(self._nonfinite)
         if count:
             self._warn("nonfinite", NONFINITE)
         return count
@@ -336,8 +364,11 @@ class CoordinateOptimizer(Optimizer):
                 found[block.entry.path] = (raised / inputs, held / units)
         return found
 
-    def _say_unseen(self, blocks: list[Block]) -> None:
-        """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
+    def _say_unseen(self, blocks: list[Block], wait: bool = False) -> None:
+        """Warn once of tensors without a model, and of a layer with a gradient but no statistics.
+
+        Statistics on another device are read only if we may `wait` for them.
+        """
         if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
             return
         if self._collector is None and blocks:
@@ -348,7 +379,9 @@ class CoordinateOptimizer(Optimizer):
             )
         for block in blocks:
             stage, entry = self._stage(block), block.entry
-            if stage is not None and entry is not None and stage.rows.device.type == "cpu" and not stage.applied:
+            if stage is None or entry is None or stage.applied.is_meta:
+                continue
+            if (wait or stage.applied.device.type == "cpu") and not stage.applied:
                 self._warn(
                     "unseen",
                     f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the "

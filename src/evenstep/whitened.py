@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from . import checks, proxies, shards, update
 from .blocks import Block
-from .motion import rates
+from .motion import gradient, rates
 from .proxies import BaseRule, Proxy
 from .shell import CoordinateOptimizer
 
@@ -60,7 +61,8 @@ class Whitened(CoordinateOptimizer):
         base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
-        self._plain = self._base if plain is None else BaseRule(owner, plain, {})
+        shared = proxies.flags(plain, capturable=capturable or None)
+        self._plain = self._base if plain is None else BaseRule(owner, plain, shared)
         self._streams = type(self._base.instance) is torch.optim.SGD
         if plain_lr is None and plain is not None:
             plain_lr = self._plain.instance.defaults["lr"]
@@ -106,15 +108,23 @@ class Whitened(CoordinateOptimizer):
         return uncounted + block.parameters[len(rules) :]
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
-        """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching."""
+        """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching.
+
+        Compiled, all go together: what comes before the rule is one graph then, and what comes after it is another.
+        """
         if ok is not None and not any(block.group["capturable"] for block in blocks):
             if not ok:
                 return self._recentre()
             ok = None
-        for some in [[block] for block in blocks] if self._streams else [blocks]:
-            self._advance_together(some, ok)
+        if self._streams and not torch.compiler.is_compiling():
+            for block in blocks:
+                self._advance_together([block], ok)
+        else:
+            self._advance_together(blocks, ok)
 
     def _advance_together(self, blocks: list[Block], ok: Tensor | None) -> None:
+        if torch.compiler.is_compiling():  # of parameters it meets as keys of the state it would guard each gradient
+            _ = [gradient(p) for block in blocks for p in block.parameters]
         moving = [self._frame(block) for block in blocks]
         shown = [
             self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
@@ -131,8 +141,9 @@ class Whitened(CoordinateOptimizer):
             return [True]
         return [False] if block.group["joint"] else [p.dim() < 2 for p in block.parameters]
 
+    @_disable_dynamo
     def _steps(self, shown: list[Proxy], outside: list[bool]) -> list[Tensor]:
-        """What the base does to each proxy, or the plain rule to those outside."""
+        """What the base does to each proxy, or the plain rule to those outside; compilers leave it to the rules."""
         if self._plain is self._base:
             return proxies.steps_of(self._base, shown, self.state, own_options=False)
         results = []

@@ -1,0 +1,185 @@
+"""CUDA graphs: whole training steps are captured and replayed, and no step waits for the device (GPU)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import evenstep
+from cases import OPTIMIZERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
+    pytest.mark.filterwarnings("ignore:.*constructed with capturable=True"),  # torch's rules say so in a warm-up
+]
+COMPILED = ["evenstep", "whitened", "fan-in", "canonical", "unit", "whitened-adamw", "whitened-muon"]
+WATCHED = ["evenstep", "canonical", "whitened-adamw"]
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def rate(case):
+    """A stepsize at which all of them are calm; the paper's canonical coordinates have no damping to rely on."""
+    return case.keywords["lr"] / (10 if case.keywords.get("damping") != 0.0 else 1000)
+
+
+def network():
+    convs = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, groups=2, bias=False)]
+    return nn.Sequential(*convs, nn.ReLU(), nn.Flatten(), nn.Linear(54, 8), nn.ReLU(), nn.Linear(8, 3)).cuda()
+
+
+def batches(count):
+    return [torch.randn(32, 2, 5, 5, device="cuda") + 0.5 for _ in range(count)]
+
+
+def step(model, forward, optimizer, x):
+    """What is captured: gradients are left where the last replay put them."""
+    forward(x).square().mean().backward()
+    optimizer.step()
+
+
+def train(model, forward, optimizer, xs):
+    for x in xs:
+        optimizer.zero_grad()
+        step(model, forward, optimizer, x)
+
+
+def captured(model, optimizer, still):
+    """A graph of one whole step on what is in `still`."""
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step(model, model, optimizer, still)
+    return graph
+
+
+def warmed_up(model, optimizer, still, xs):
+    """Steps on a stream of their own, as capture wants them before it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for x in xs:
+            still.copy_(x)
+            optimizer.zero_grad(set_to_none=True)
+            step(model, model, optimizer, still)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def assert_same(model, other, **close):
+    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert_close(q[1], p, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+@pytest.mark.feature("CUDA graphs")
+@every_optimizer
+def test_a_captured_step_is_an_eager_one(case):
+    eager = network()
+    graphed = copy.deepcopy(eager)
+    xs = batches(9)
+    keywords = {"lr": rate(case), "capturable": True}
+    one, two = case.build(eager, **keywords), case.build(graphed, **keywords)
+    still = xs[0].clone()
+    warmed_up(graphed, two, still, xs[:3])
+    graph = captured(graphed, two, still)
+    for x in xs[3:]:
+        still.copy_(x)
+        graph.replay()
+    train(eager, eager, one, xs)
+    assert_same(eager, graphed, rtol=1e-3, atol=1e-4)
+    for p, q in zip(eager.parameters(), graphed.parameters(), strict=True):
+        assert one.state[p].keys() == two.state[q].keys()
+        for key in one.state[p].keys() & {"step", "mass", "sharing"}:
+            assert_close(two.state[q][key], one.state[p][key])
+
+
+@pytest.mark.feature("CUDA graphs")
+@every_optimizer
+def test_a_schedule_reaches_a_captured_step_through_a_tensor(case):
+    """Two replays of a graph with another lr in its tensor are two eager steps with that lr."""
+    eager = network()
+    graphed = copy.deepcopy(eager)
+    xs = batches(5)
+    rates = [torch.tensor(rate(case), device="cuda") for _ in range(2)]
+    one, two = (case.build(m, lr=lr, capturable=True) for m, lr in zip((eager, graphed), rates, strict=True))
+    still = xs[0].clone()
+    warmed_up(graphed, two, still, xs[:3])
+    graph = captured(graphed, two, still)
+    train(eager, eager, one, xs[:3])
+    for lr in rates:
+        lr.mul_(0.25)
+    for x in xs[3:]:
+        still.copy_(x)
+        graph.replay()
+    train(eager, eager, one, xs[3:])
+    assert_same(eager, graphed, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.feature("CUDA graphs")
+@every_optimizer
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
+def test_no_step_waits_for_the_device(case, capturable):
+    if case.cls is evenstep.Whitened and not capturable:
+        pytest.skip("reads one bool unless capturable")
+    model = network()
+    optimizer = case.build(model, lr=rate(case), capturable=capturable)
+    xs = batches(8)
+    train(model, model, optimizer, xs[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(model, model, optimizer, xs[3:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.feature("CUDA graphs")
+@pytest.mark.parametrize(
+    "case", [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")], ids=lambda c: c.cls.__name__
+)
+def test_reduce_overhead_watches_the_model_in_its_graphs(case):
+    eager = network()
+    watched = copy.deepcopy(eager)
+    xs, lr = batches(8), rate(case)
+    one, two = case.build(eager, lr=lr), case.build(watched, lr=lr)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(watched, mode="reduce-overhead", fullgraph=True)
+    for x in xs:
+        torch.compiler.cudagraph_mark_step_begin()
+        train(eager, eager, one, [x])
+        train(watched, compiled, two, [x])
+    if case.cls is not evenstep.CanonicalSGD:  # whose backward pass writes g², too
+        assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_same(eager, watched, rtol=5e-3, atol=5e-4)
+    moments = [(p, q) for p, q in zip(eager.parameters(), watched.parameters(), strict=True) if "mx" in one.state[p]]
+    for p, q in moments:
+        assert_close(two.state[q]["mx"], one.state[p]["mx"], rtol=5e-3, atol=5e-4)
+    assert len(moments) == 4
+
+
+@pytest.mark.feature("compiled step")
+@pytest.mark.parametrize("case", [OPTIMIZERS[k] for k in COMPILED], ids=COMPILED)
+def test_a_compiled_step_on_the_device_is_an_eager_one(case):
+    eager = network()
+    compiled = copy.deepcopy(eager)
+    xs = batches(5)
+    one, two = (case.build(m, lr=torch.tensor(rate(case), device="cuda")) for m in (eager, compiled))
+    torch._dynamo.reset()
+    step = torch.compile(two.step)
+    train(eager, eager, one, xs)
+    for x in xs:
+        two.zero_grad()
+        compiled(x).square().mean().backward()
+        step()
+    assert_same(eager, compiled, rtol=5e-3, atol=5e-4)
+
+
+def test_a_model_compiled_before_its_optimizer_is_built_is_warned_of():
+    model = network()
+    optimizer = evenstep.EvenStep(model)
+    optimizer.detach()
+    model(batches(1)[0]).square().mean().backward()
+    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
+        optimizer.step()
