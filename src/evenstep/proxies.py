@@ -144,7 +144,10 @@ def steps_of(
         mine = {k: v for k, v in state[proxy.p].items() if k not in OURS and (base.counts or k != "step")}
         kept = {k: proxy.shown(v) for k, v in mine.items()}
         rule.state[q] = kept or base.first_state(q)
-        options = {} if own_options else {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
+        options = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
+        if own_options:  # but capture is a matter of the device, where torch's rules know it on the GPU alone
+            captured = options.get("capturable") and q.is_cuda and "capturable" in rule.defaults
+            options = {"capturable": True} if captured else {}
         join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
         stand_ins.append(q)
     unhooked(rule)

@@ -61,8 +61,7 @@ class Whitened(CoordinateOptimizer):
         base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
-        shared = proxies.flags(plain, capturable=capturable or None)
-        self._plain = self._base if plain is None else BaseRule(owner, plain, shared)
+        self._plain = self._base if plain is None else BaseRule(owner, plain, {})
         self._streams = type(self._base.instance) is torch.optim.SGD
         if plain_lr is None and plain is not None:
             plain_lr = self._plain.instance.defaults["lr"]
