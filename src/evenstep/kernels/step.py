@@ -1,4 +1,4 @@
-"""The step of many blocks in six launches, whatever the network: frames, sums over rows, motions, weights, moments.
+"""The step of many blocks in five launches, whatever the network: frames, sums over rows, motions, weights, moments.
 
 The plain version is `together.Together`, whose names are used here; see there, and in `update`, `rows` and `stepsize`,
 for what is computed. Everything is masked on the device: the host never waits.

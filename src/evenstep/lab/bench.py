@@ -29,7 +29,7 @@ class Muons(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         matrices = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() != 2]
-        self.parts = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-4, fused=True)]
+        self.parts = [torch.optim.Muon(matrices, lr=1e-9), torch.optim.AdamW(others, lr=1e-9, fused=True)]
         super().__init__(model.parameters(), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -38,16 +38,16 @@ class Muons(torch.optim.Optimizer):
             part.step()
 
 
-MOMENTUM = 0.9
+MOMENTUM = 0.9  # stepsizes below are tiny: all contenders are to time the same network, not what they make of it
 CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
-    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
+    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-9, fused=True),
     "muon": Muons,
-    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-3, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-4, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-4),
-    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=MOMENTUM),
+    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-9, momentum=MOMENTUM),
+    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-9, momentum=MOMENTUM),
+    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-9, momentum=MOMENTUM, foreach=False),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-9),
+    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
 }
 
 
