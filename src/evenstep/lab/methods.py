@@ -88,6 +88,7 @@ METHODS: dict[str, Method] = {
         Method("canonical", "canonical", evenstep.CanonicalSGD, (3e-4, 1e-3, 3e-3, 1e-2)),
         Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
         Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),
+        # in CUDA graphs block by block, until the kernels have been captured on a GPU
         Method("evenstep", "EvenStep", evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2), graph_options={"foreach": False}),
         Method("evenstep-beta", "EvenStep, β of eq. 12", ScaledEvenStep, (0.05, 0.1, 0.2, 0.4)),
         Method(
