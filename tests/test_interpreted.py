@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CODE = """
-import copy, sys
+import sys, warnings
 import torch
 sys.path.insert(0, {tests!r})
 import test_kernels as t
@@ -30,30 +30,15 @@ step.Sent = Direct
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.set_num_threads(1)
 shell.begin = lambda layout, state, **k: step.TritonStep(layout, state, **k)
+yes = torch.ones((), dtype=torch.bool)
+make, commit = step.TritonStep.move, step.TritonStep.commit
+step.TritonStep.move = lambda self, ok, floor: make(self, yes, floor)
+step.TritonStep.commit = lambda self, ok: commit(self, yes)
+warnings.simplefilter("ignore")
 for name in {names!r}:
     for poison in ((), (1,)):
         torch.manual_seed(3)
-        single = t.Net()
-        many = copy.deepcopy(single)
-        loop, kernels = t.OPTIMIZERS[name](single, foreach=False), t.OPTIMIZERS[name](many)
-        shell_move = step.TritonStep.move
-        step.TritonStep.move = lambda self, ok, floor: shell_move(self, torch.ones((), dtype=torch.bool), floor)
-        shell_commit = step.TritonStep.commit
-        step.TritonStep.commit = lambda self, ok: shell_commit(self, torch.ones((), dtype=torch.bool))
-        import warnings
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            t.train(loop, single, "cpu", steps=3, poison=poison)
-            t.train(kernels, many, "cpu", steps=3, poison=poison)
-        step.TritonStep.move, step.TritonStep.commit = shell_move, shell_commit
-        assert kernels._plan.layouts and len(kernels._plan.rest) == 0, kernels._plan.rest
-        for (label, a), b in zip(single.named_parameters(), many.parameters()):
-            torch.testing.assert_close(b, a, rtol=5e-3, atol=3e-4, msg=lambda m: f"{{name}} {{label}}: {{m}}")
-        expected, found = t.states(loop, single), t.states(kernels, many)
-        for key, value in expected.items():
-            message = lambda m: f"{{name}} {{key}}: {{m}}"
-            torch.testing.assert_close(found[key], value, rtol=5e-3, atol=3e-4, msg=message)
-        assert loop.fired() == kernels.fired(), (loop.fired(), kernels.fired())
+        t.assert_steps_agree(name, t.Net(), "cpu", 1e-3, steps=3, poison=poison)
     print(name, "agrees", flush=True)
 """
 
@@ -73,6 +58,7 @@ BUILD = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from evenstep.kernels.step import SHAPE
 from evenstep.kernels import triton_moments, triton_step as t
 
 tables = dict.fromkeys(("addresses", "shapes"), "*i64")
@@ -82,25 +68,30 @@ types = {**tables, **dict.fromkeys(floats, "*fp32"), "owner": "*i32", "ok": "*i1
 types |= {"floor": "fp32", "one": "fp32"}
 
 
-def build(kernel, **constants):
+def build(kernel, warps, **constants):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=places)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def built(name, **constants):
+    warps, block = SHAPE[name]
+    build(getattr(t, name), warps, **constants, BLOCK=block)
 
 
 for flag in (True, False):
-    build(t.frame, LINEAR=flag, BLOCK=256)
-    build(t.commit, BLOCK=256)
+    built("frame", LINEAR=flag, SLOTS=16)
+    built("commit")
     for other in (True, False):
         crowd = 3.0 if flag else 0.0
-        build(t.measure, EVEN=flag, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other, BLOCK=512)
-        for kernel in (t.add_up, t.move):
+        built("measure", EVEN=flag, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other)
+        for name in ("add_up", "move"):
             sizes = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
-            build(kernel, **sizes, KIND="bfloat16" if flag else "float32", BLOCK=1024)
+            built(name, **sizes, KIND="bfloat16" if flag else "float32")
     for width in (16, 32, 64):
-        build(triton_moments.add_moments, DENSE=flag, WIDTH=width, TALL=2048 // width, SLOTS=16)
+        build(triton_moments.add_moments, 4, DENSE=flag, WIDTH=width, TALL=2048 // width, SLOTS=16)
 """
 
 

@@ -28,6 +28,9 @@ class Net(nn.Module):
         self.conv, self.depth = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, 3, groups=6, bias=False)
         self.grouped, self.last = nn.Conv2d(6, 8, 2, groups=2), nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.ones(3, 1))
+        for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs that vary: whitening then rounds little
+            nn.init.zeros_(layer.bias)
+            nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
 
     def forward(self, tokens):
         x = self.norm(self.first(self.token(tokens)).relu())

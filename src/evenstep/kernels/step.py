@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..guards import CROWD
 from .launch import Launcher
+from .moments import SLOTS as MOST_SLOTS
 from .moments import available
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -40,6 +41,9 @@ RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU, MEMORY, EPS
 )
 TRAINED, MOVING, GUARDED, FLIPPED, SHARED = 1, 2, 4, 8, 16  # flags: the bias trains; moments; counted; maximize; β
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
+# warps and elements at a time, chosen by measurement; rows longer than 256 have their own
+SHAPE = {"frame": (16, 1024), "measure": (16, 2048), "commit": (8, 1024), "add_up": (4, 1024), "move": (4, 1024)}
+SHORT = 2, 256
 HANDS = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
 
 
@@ -127,25 +131,28 @@ class TritonStep:
         room, count = self.room, len(layout.blocks)
         arguments = (self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers)
         sizes = layout.identity + 1, count
-        _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, 4, LINEAR=linear, BLOCK=256)
+        warps, block = SHAPE["frame"]
+        constants = {"LINEAR": linear, "SLOTS": MOST_SLOTS, "BLOCK": block}
+        _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, warps, **constants)
         self._rows("add_up")
 
     def _rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
-        lay, room, wide = self.layout, self.room, self.room.wide
+        lay, room = self.layout, self.room
+        warps, block = SHAPE[name] if room.wide else SHORT
         tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
         arguments = (self.addresses, room.shapes, self.settings, *tensors, lay.identity + 1, lay.total)
         _kernels()[name](
             room.key,
             (lay.total, 1, 1),
             arguments,
-            4 if wide else 2,
+            warps,
             MOMENTUM=float(self.momentum),
             HAS_MOMENTUM=bool(self.momentum),
             AHEAD=self.even,
             PROJECT=bool(lay.unbiased),
             KIND=KINDS[lay.blocks[0].weight.dtype],
-            BLOCK=1024 if wide else 256,
+            BLOCK=block,
         )
 
     def finite(self) -> Tensor:
@@ -158,17 +165,18 @@ class TritonStep:
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
         tensors = room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok
         sizes = lay.total, len(lay.blocks), float(floor), 1 - float(self.momentum)
+        warps, block = SHAPE["measure"]
         _kernels()["measure"](
             room.key,
             (len(lay.blocks), 1, 1),
             (self.addresses, *tensors, *sizes),
-            4,
+            warps,
             EVEN=self.even,
             GUARD=guarded,
             CROWD=0.0 if self.linear else CROWD,
             PROJECT=bool(lay.unbiased),
             TURNS=1 + guarded,
-            BLOCK=512,
+            BLOCK=block,
         )
         self._rows("move", ok)
 
@@ -178,7 +186,8 @@ class TritonStep:
         if lay.shared:
             tensors = self.addresses, room.shapes, self.settings, room.fresh, room.layers, ok
             sizes = lay.identity + 1, len(lay.blocks)
-            _kernels()["commit"](room.key, (len(lay.blocks), 1, 1), tensors + sizes, 4, BLOCK=256)
+            warps, block = SHAPE["commit"]
+            _kernels()["commit"](room.key, (len(lay.blocks), 1, 1), tensors + sizes, warps, BLOCK=block)
 
     def _addresses(self, k: int, block: Any, state: Any) -> list[int]:
         lay, stage, mine = self.layout, self.layout.stages[k], state[block.weight]

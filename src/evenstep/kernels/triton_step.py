@@ -23,6 +23,11 @@ def floats(address):
 
 
 @triton.jit
+def all_sums(a, b, c, d, e, f, a2, b2, c2, d2, e2, f2):
+    return a + a2, b + b2, c + c2, d + d2, e + e2, f + f2
+
+
+@triton.jit
 def input_at(column, columns, inputs, inner):
     found = column
     if inputs != columns:  # a kernel's positions share an input, or all columns have none
@@ -32,8 +37,9 @@ def input_at(column, columns, inputs, inner):
 
 @triton.jit(do_not_specialize=SIZES)
 def frame(
-    addresses, shapes, settings, vectors, fresh, layers, width, blocks, LINEAR: tl.constexpr, BLOCK: tl.constexpr
-):
+    addresses, shapes, settings, vectors, fresh, layers, width, blocks,
+    LINEAR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
     flags = tl.load(s + 6)
@@ -57,11 +63,11 @@ def frame(
         for begin in range(0, count, BLOCK):
             i = begin + tl.arange(0, BLOCK)
             here = i < count
-            first = tl.zeros([BLOCK], dtype=tl.float32)
-            second = tl.zeros([BLOCK], dtype=tl.float32)
-            for slot in range(0, slots):
-                first += tl.load(staged + slot * 2 * count + i, mask=here, other=0.0)
-                second += tl.load(staged + slot * 2 * count + count + i, mask=here, other=0.0)
+            slot = tl.arange(0, SLOTS)[:, None]
+            filled = here[None, :] & (slot < slots)
+            mine = staged + slot * 2 * count + i[None, :]
+            first = tl.sum(tl.load(mine, mask=filled, other=0.0), 0)
+            second = tl.sum(tl.load(mine + count, mask=filled, other=0.0), 0)
             tl.store(fresh + base + i, first, mask=here)
             tl.store(fresh + width + base + i, second, mask=here)
             finite = (first - first == 0) & (second - second == 0)
@@ -197,15 +203,16 @@ def add_up(
         w = tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
         means += mu * w
         lengths += w * w * spread
-    tl.store(sums + unit, square + tl.sum(squares, 0))
-    tl.store(sums + units + unit, tl.sum(along, 0))
-    tl.store(sums + 2 * units + unit, tl.sum(stretch, 0))
-    tl.store(sums + 4 * units + unit, level + tl.sum(means, 0))
-    tl.store(sums + 5 * units + unit, tl.sum(lengths, 0))
+    found = tl.reduce((squares, along, stretch, means, lengths, bend), 0, all_sums)  # warps wait for each other once
+    tl.store(sums + unit, square + found[0])
+    tl.store(sums + units + unit, found[1])
+    tl.store(sums + 2 * units + unit, found[2])
+    tl.store(sums + 4 * units + unit, level + found[3])
+    tl.store(sums + 5 * units + unit, found[4])
     tl.store(sums + 6 * units + unit, direction)
     tl.store(sums + 7 * units + unit, shift)
     if PROJECT:
-        tl.store(motion + unit, tl.sum(bend, 0))  # until `measure` reads it
+        tl.store(motion + unit, found[5])  # until `measure` reads it
 
 
 @triton.jit(do_not_specialize=SIZES)
