@@ -126,8 +126,15 @@ EXPERIMENTS = {
         *grid("muon", [0.01], **HE),
         *grid("batch-norm", [0.05], **HE, options=BN),
     ],
+    # Whitened(AdamW) with stepsizes by the fourth root of a layer's inputs, and less momentum than Adam's default
+    "deep-adam": [
+        *grid("whitened-adam", [0.0059, 0.007, 0.0083], **HE, options={"betas": (0.8, 0.99), "fan_in_power": 0.25}),
+        *grid("whitened-adam", [0.007, 0.0083, 0.01], **HE, options={"betas": (0.7, 0.99), "fan_in_power": 0.25}),
+    ],
     # does EvenStep diverge anywhere over three decades?
     "decades": grid("evenstep", [0.002, 0.0063, 0.02, 0.2, 0.63, 2.0], **HE),
+    # is EvenStep's default stepsize near the best on the CNN and on text? linear decay, as users train
+    "default-lr": [*grid("evenstep", NEAR, epochs=10, decay_lr=True), *grid("evenstep", [*NEAR, 0.14], **TEXT)],
     "text": [
         *grid("evenstep", [0.05, 0.1, 0.14, 0.2], **TEXT),
         *grid("evenstep", [0.1], **TEXT, options={"plain_lr": 1.0}),

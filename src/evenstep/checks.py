@@ -78,7 +78,8 @@ def learning_rate(owner: str, lr: Any) -> None:
 def hyperparameters(owner: str, group: Mapping[str, Any]) -> None:
     """Every hyperparameter that a group has; called for defaults and for groups that override them."""
     learning_rate(owner, group["lr"])
-    nonnegative(owner, **{k: group[k] for k in ("damping", "eps", "plain_lr", "weight_decay") if k in group})
+    at_least_0 = ("damping", "eps", "fan_in_power", "plain_lr", "weight_decay")
+    nonnegative(owner, **{k: group[k] for k in at_least_0 if k in group})
     fraction(owner, **{k: group[k] for k in ("decay", "momentum") if k in group})
     positive_or_none(owner, **{k: group[k] for k in ("fresh_max", "trust", "sharing") if k in group})
     rows = group.get("rows")

@@ -80,6 +80,15 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
     return torch.maximum(average, square) + damping * over.mean(average)
 
 
+def fan_in_share(fan_in: int, power: float) -> float:
+    """The share of a stepsize that a layer with so many inputs per unit gets; all of it for none, or power 0.
+
+    >>> fan_in_share(16, 0.25)
+    0.5
+    """
+    return float(max(1, fan_in) ** -power)
+
+
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
     """Nesterov's direction, scaled so that a constant gradient gives itself: (1−m)(g + m M), M the new buffer.
 

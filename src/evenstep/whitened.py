@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import checks, proxies, shards, update
+from . import checks, proxies, shards, stepsize, update
 from .blocks import Block
 from .motion import gradient, rates
 from .proxies import BaseRule, Proxy
@@ -22,6 +22,8 @@ class Whitened(CoordinateOptimizer):
     `base` is the class; its keywords follow ours. It gets `weight_decay=0`, ours acts on w. `joint=True` shows it each
     layer as one matrix [unit, inputs · kernel + 1] with the bias as a column, the default for Muon. `plain` is the rule
     for parameters outside layers, where it is to be another than `base`: AdamW for Muon, which takes matrices alone.
+    `fan_in_power` divides a layer's stepsize by that power of its number of inputs: rules that move every weight alike,
+    as Adam does, move a unit of n weights by √n times as much, and 0.25 keeps wide layers from dying.
     Once a step it reads one bool from the device, to skip a gradient that is not finite; with `capturable=True` it
     reads none, and such a gradient counts as zero in the rule's memory.
     """
@@ -42,6 +44,7 @@ class Whitened(CoordinateOptimizer):
         rows: int | None = 1024,
         weight_decay: float = 0.0,
         joint: bool | None = None,
+        fan_in_power: float = 0.0,
         plain: Any = None,
         plain_lr: float | None = None,
         exclude: Sequence[str] = (),
@@ -74,6 +77,7 @@ class Whitened(CoordinateOptimizer):
             "rows": rows,
             "weight_decay": weight_decay,
             "joint": muon if joint is None else joint,
+            "fan_in_power": fan_in_power,
             "plain_lr": plain_lr,
             "exclude": exclude,
             "maximize": maximize,
@@ -140,6 +144,11 @@ class Whitened(CoordinateOptimizer):
             return [True]
         return [False] if block.group["joint"] else [p.dim() < 2 for p in block.parameters]
 
+    def _share(self, block: Block) -> float:
+        """What the block gets of its group's stepsize: all of it outside whitened layers."""
+        power = block.group["fan_in_power"] if block.treatment == "whitened" else 0.0
+        return stepsize.fan_in_share(block.fan_in, power)
+
     @_disable_dynamo
     def _steps(self, shown: list[Proxy], outside: list[bool]) -> list[Tensor]:
         """What the base does to each proxy, or the plain rule to those outside; compilers leave it to the rules."""
@@ -159,7 +168,8 @@ class Whitened(CoordinateOptimizer):
             grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
         if ok is not None:
             grads = [torch.where(ok, g, 0) for g in grads]
-        groups, lrs = [block.group, *block.bias_groups], rates(block)
+        share = self._share(block)
+        groups, lrs = [block.group, *block.bias_groups], [lr * share for lr in rates(block)]
         if self._plain is not self._base and not block.aside:
             ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, self._outside(block), strict=False)]
             lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=False)]

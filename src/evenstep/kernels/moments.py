@@ -13,6 +13,7 @@ from torch import Tensor
 from .launch import Launcher
 
 SLOTS = 16
+PROGRAMS = 768  # more than these only wait for each other
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,20 +51,21 @@ def add(x: Tensor, look: Any, stage: Any) -> None:
     sizes = [1] * (4 - len(others)) + [x.shape[d] for d in others]
     strides = [0] * (4 - len(others)) + [x.stride(d) for d in others]
     rows, inputs = x.numel() // x.shape[look.dim], stage.inputs
-    width = 16 if inputs <= 16 else 32 if inputs <= 512 else 64
-    step = x.stride(look.dim)
+    width, step = 16 if inputs <= 16 else 32 if inputs <= 512 else 64, x.stride(look.dim)
+    columns = -(-inputs // width)
+    aligned = x.data_ptr() % 16 == 0
+    even = aligned and step == 1 and inputs % 8 == 0 and all(stride % 8 == 0 for stride in strides)
     arguments = (x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
     numbers = (rows, look.zeros, look.applied, look.examples, inputs, step, *sizes[1:], *strides)
-    key = x.device.index, x.dtype, x.data_ptr() % 16 == 0, max(numbers) < 2**31
     _kernel()(
-        key,
-        (-(-inputs // width), SLOTS, 1),
+        (x.device.index, x.dtype, aligned, max(numbers) < 2**31),
+        (columns, min(SLOTS, max(2, PROGRAMS // columns)), 1),
         arguments + numbers,
         4,
         DENSE=step == 1,
+        EVEN=even,
         WIDTH=width,
-        TALL=2048 // width,
-        SLOTS=SLOTS,
+        TALL=64 if width == 16 else 32,
     )
 
 

@@ -41,9 +41,8 @@ RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU, MEMORY, EPS
 )
 TRAINED, MOVING, GUARDED, FLIPPED, SHARED = 1, 2, 4, 8, 16  # flags: the bias trains; moments; counted; maximize; β
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
-# warps and elements at a time, chosen by measurement; rows longer than 256 have their own
-SHAPE = {"frame": (16, 1024), "measure": (16, 2048), "commit": (8, 1024), "add_up": (4, 1024), "move": (4, 1024)}
-SHORT = 2, 256
+# warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
+SHAPE = {"frame": (16, 1024), "measure": (32, 2048), "commit": (16, 2048), "add_up": (2, 256), "move": (2, 256)}
 HANDS = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
 
 
@@ -98,7 +97,6 @@ class Room:
                 stage.slots.shape[0] if moving else 0, layout.guarded.index(k) if stage is not None else -1,
             ])  # fmt: skip
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
-        self.wide = max(s[2] * s[3] for s in layout.shapes) > 256
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
         self.owner = layout.units.owner.to(torch.int32)
         self.addresses = Sent(count, 15, torch.int64, device)
@@ -139,7 +137,7 @@ class TritonStep:
     def _rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
         lay, room = self.layout, self.room
-        warps, block = SHAPE[name] if room.wide else SHORT
+        warps, block = SHAPE[name]
         tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
         arguments = (self.addresses, room.shapes, self.settings, *tensors, lay.identity + 1, lay.total)
         _kernels()[name](

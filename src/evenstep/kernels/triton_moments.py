@@ -10,9 +10,12 @@ FREE = ("rows", "zeros", "applied", "examples", "inputs", "step", "n1", "n2", "n
 @triton.jit(do_not_specialize=FREE)
 def add_moments(
     x, slots, centre, tally, seen, clock, rows, zeros, applied, examples, inputs, step, n1, n2, n3, s0, s1, s2, s3,
-    DENSE: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, SLOTS: tl.constexpr,
+    DENSE: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
-    block, slot = tl.program_id(0), tl.program_id(1)
+    block, slot, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if EVEN:  # all are multiples of 8: written so that the compiler sees it, and makes one load of eight neighbours
+        inputs = inputs // 8 * 8
+        s0, s1, s2, s3 = s0 // 8 * 8, s1 // 8 * 8, s2 // 8 * 8, s3 // 8 * 8
     c = block * WIDTH + tl.arange(0, WIDTH)
     inside = c < inputs
     column = c.to(tl.int64)
@@ -24,7 +27,7 @@ def add_moments(
     middle = tl.where(middle == middle, middle, first_row)
     if slot == 0:
         tl.store(centre + c, middle, mask=inside)
-    each = (rows + SLOTS - 1) // SLOTS
+    each = (rows + parts - 1) // parts
     start, stop = slot * each, tl.minimum(slot * each + each, rows)
     first = tl.zeros([TALL, WIDTH], dtype=tl.float32)
     second = tl.zeros([TALL, WIDTH], dtype=tl.float32)

@@ -197,7 +197,7 @@ class TorchRule:
         shown: list[tuple[bool, Proxy]] = []
         for block, grads in zip(blocks, on_v, strict=True):
             for p, grad, outside in zip(block.parameters, grads, optimizer._outside(block), strict=False):
-                rate = rates * ratios if block.aside or (two and outside) else rates
+                rate = (rates * ratios if block.aside or (two and outside) else rates) * optimizer._share(block)
                 shown.append((two and outside, Proxy(p, torch.where(along(ok, grad), grad, 0), block.group, rate)))
         found = {
             side: iter(self._run(rule, [proxy for s, proxy in shown if s is side], own_options=side))
