@@ -1,5 +1,8 @@
 """The benchmark: it runs every contender, records ratios, and refuses what it does not know."""
 
+import sys
+import types
+
 import pytest
 
 from evenstep.lab import bench, cli, records
@@ -16,6 +19,36 @@ def test_a_comparison_has_a_row_per_contender(tmp_path):
     assert rows["sgd"]["ratio"] == 1 and all(row["seconds"] > 0 for row in rows.values())
     assert rows["sgd"]["state_per_parameter"] == 0 < rows["evenstep"]["state_per_parameter"] < 0.05
     assert "evenstep" in bench.table(record)
+
+
+def test_records_make_a_table_for_the_docs(tmp_path, capsys):
+    setting = bench.Setting("mlp", ("sgd", "evenstep"), batch=2, rounds=2, width=64)
+    records.append(tmp_path / "bench.jsonl", bench.run(setting, warm_up=1))
+    bench.main(["--table", str(tmp_path / "bench.jsonl")])
+    head, line, row = capsys.readouterr().out.splitlines()
+    assert head == "| | sgd, ms | evenstep |" and line == "| --- | --- | --- |"
+    assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
+
+
+def test_rivals_are_timed_where_they_can_be_imported(monkeypatch, capsys):
+    calls = []
+
+    class KFACPreconditioner:
+        def __init__(self, model):
+            calls.append(type(model).__name__)
+
+        def step(self):
+            calls.append("step")
+
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--model", "mlp", "--contenders", "kfac", "--rounds", "2"])
+    assert "needs kfac-pytorch" in capsys.readouterr().err
+    found = types.SimpleNamespace(KFACPreconditioner=KFACPreconditioner)
+    monkeypatch.setitem(sys.modules, "kfac", types.SimpleNamespace(preconditioner=found))
+    monkeypatch.setitem(sys.modules, "kfac.preconditioner", found)
+    record = bench.run(bench.Setting("mlp", ("sgd", "kfac"), batch=2, rounds=2, width=64), warm_up=1)
+    assert calls == ["Sequential", "step", "step", "step"] and "kfac" in bench.table(record)
+    assert record["metrics"][1]["state_per_parameter"] is None
 
 
 @pytest.mark.parametrize("name", ["paper-cnn", "mlp", "gpt-tiny"])

@@ -5,6 +5,7 @@ Needs torch alone; `evenstep bench` and `python -m evenstep.lab.bench` run it.
 
 import argparse
 import gc
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 import evenstep
-from evenstep.lab import records
+from evenstep.lab import records, usage
 from evenstep.lab.bench_models import SUBJECTS
 
 
@@ -38,6 +40,33 @@ class Muons(torch.optim.Optimizer):
             part.step()
 
 
+class KFAC(torch.optim.SGD):
+    """SGD behind kfac-pytorch's preconditioner, as its users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=1e-9, momentum=MOMENTUM)
+        self.preconditioner = peer("kfac.preconditioner").KFACPreconditioner(model)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Precondition, then step."""
+        self.preconditioner.step()
+        super().step()
+
+
+def peer(module: str) -> Any:
+    """A rival's package, or a clear word that it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = PEERS[module.split(".")[0]]
+        raise usage.UsageError(f"this contender needs {package}, which cannot be imported ({error})") from error
+
+
+PEERS = {
+    "pytorch_optimizer": "the package pytorch_optimizer",
+    "kfac": "kfac-pytorch (from its repository; the package kfac is another)",
+    "singd": "the package singd",
+}
 MOMENTUM = 0.9  # stepsizes below are tiny: all contenders are to time the same network, not what they make of it
 CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
@@ -48,7 +77,15 @@ CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-9, momentum=MOMENTUM, foreach=False),
     "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-9),
     "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
+    # rivals, where they are installed
+    "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=1e-9),
+    "soap": lambda m: peer("pytorch_optimizer").SOAP(m.parameters(), lr=1e-9),
+    "kfac": KFAC,
+    "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=1e-9, momentum=MOMENTUM),
 }
+
+
+ELSEWHERE = {"kfac", "singd"}  # keep their factors outside `state`
 
 
 @dataclass(frozen=True)
@@ -96,32 +133,29 @@ class Contender:
         loss.backward()
         self.optimizer.step()
 
-    def state_floats(self) -> float:
-        """Floats of optimizer state per parameter, beyond momentum."""
+    def state_floats(self) -> float | None:
+        """Floats of optimizer state per parameter, beyond momentum; None for those that keep theirs elsewhere."""
+        if self.name in ELSEWHERE:
+            return None
         states = getattr(self.optimizer, "parts", [self.optimizer])
-        sizes = [
-            v.numel()
-            for part in states
-            for s in part.state.values()
-            for k, v in s.items()
-            if isinstance(v, torch.Tensor) and k != "momentum_buffer"
-        ]
+        kept = [[v for k, v in s.items() if k != "momentum_buffer"] for part in states for s in part.state.values()]
+        sizes = [v.numel() for v in tree_leaves(kept) if isinstance(v, torch.Tensor)]
         return sum(sizes) / sum(p.numel() for p in self.model.parameters())
 
 
-BURST = 5  # steps that follow each other on a GPU without waiting, as in training: there the host runs ahead
+BURST = 0.6  # seconds of steps in a row on a GPU, nobody waiting: in training the host runs ahead of the device
 
 
-def timed(device: torch.device, step: Callable[[], None]) -> float:
-    """Seconds of a step, on the device's own clock; of a GPU the mean of a few in a row."""
+def timed(device: torch.device, step: Callable[[], None], burst: int) -> float:
+    """Seconds of a step, on the device's own clock; of a GPU the mean of `burst` in a row."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(BURST):
+        for _ in range(burst):
             step()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / BURST
+        return start.elapsed_time(end) / 1e3 / burst
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
@@ -145,10 +179,11 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
             c.step()
             torch.cuda.synchronize()
             memory[c.name] = torch.cuda.max_memory_allocated() - before
+    burst = max(3, round(BURST / timed(device, contenders[0].step, 3))) if device.type == "cuda" else 1
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     for k in range(setting.rounds):
         for c in contenders if k % 2 else reversed(contenders):  # so that no one always follows the same one
-            times[c.name].append(timed(device, c.step))
+            times[c.name].append(timed(device, c.step, burst))
         if on_round is not None:
             on_round(k)
     metrics = [summary(c, times, memory.get(c.name)) for c in contenders]
@@ -176,22 +211,40 @@ def summary(contender: Contender, times: dict[str, list[float]], memory: int | N
     }
 
 
+def title(record: records.Record) -> str:
+    """What was timed, in words."""
+    c = record["config"]
+    sizes = [f"{k} {c[k]}" for k in ("width", "depth", "batch") if c.get(k) is not None]
+    how = [w for w, on in (("bf16", c["autocast"]), ("channels_last", c["channels_last"])) if on]
+    return ", ".join([c["model"], *sizes, "compiled" if c["compiled"] else "eager", *how])
+
+
 def table(record: records.Record) -> str:
     """The rows as text."""
-    c = record["config"]
-    sizes = ", ".join(f"{k} {c[k]}" for k in ("width", "depth", "batch") if c.get(k) is not None)
-    how = ", ".join(
-        w
-        for w, on in (("compiled", c["compiled"]), ("bf16", c["autocast"]), ("channels_last", c["channels_last"]))
-        if on
-    )
-    lines = [f"{c['model']}{', ' if sizes else ''}{sizes}, {how or 'eager'}, {record['environment']['device']}"]
+    lines = [f"{title(record)}, {record['environment']['device']}"]
     for row in record["metrics"]:
+        state = row["state_per_parameter"]
         lines.append(
             f"  {row['contender']:15} {1e3 * row['seconds']:9.3f} ms  ratio {row['ratio']:.3f} "
-            f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f})  state {row['state_per_parameter']:.4f}/parameter"
+            f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
+            + (f"  state {state:.4f}/parameter" if state is not None else "")
             + (f"  step memory {row['step_memory'] / 2**20:.0f} MiB" if row["step_memory"] else "")
         )
+    return "\n".join(lines)
+
+
+def markdown(found: Sequence[records.Record]) -> str:
+    """Records as a table for the docs: a row for each comparison, a column for each contender."""
+    names = list(dict.fromkeys(row["contender"] for record in found for row in record["metrics"][1:]))
+    first = found[0]["metrics"][0]["contender"]
+    lines = [f"| | {first}, ms | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 2)]
+    for record in found:
+        rows = {row["contender"]: row for row in record["metrics"]}
+        cells = [
+            f"{r['ratio']:.3f} ({r['ratio_low']:.3f} to {r['ratio_high']:.3f})" if (r := rows.get(name)) else ""
+            for name in names
+        ]
+        lines.append(f"| {title(record)} | {1e3 * rows[first]['seconds']:.2f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -221,13 +274,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="no run: the records of this file as a table for the docs")
     args = parser.parse_args(arguments)
+    if args.table is not None:
+        print(markdown(records.read(args.table)))
+        return
     base = Setting(
         "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,
         args.threads,
     )  # fmt: skip
     for setting in settings(base, args.model, args.batch, args.sweep):
-        record = run(setting)
+        try:
+            record = run(setting)
+        except usage.UsageError as error:
+            parser.error(str(error))
         print(table(record), flush=True)
         if args.out is not None:
             records.append(args.out, record)
