@@ -58,7 +58,7 @@ def peer(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = PEERS[module.split(".")[0]]
+        package = PEERS[module.partition(".")[0]]
         raise usage.UsageError(f"this contender needs {package}, which cannot be imported ({error})") from error
 
 
