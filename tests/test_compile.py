@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from cases import OPTIMIZERS
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor's own imports
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # dynamo's own, in torch 2.11
+]
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 SOME = [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -37,6 +37,13 @@ class Plan(NamedTuple):
     rest: list[Block]
 
 
+class Common:
+    """What all blocks of a step go by; an object of its own, since compilers let no attribute of an optimizer be set."""
+
+    examples: Tensor  # of this step and rank
+    square: Tensor  # of the whole network's gradient
+
+
 class Monitor(Protocol):
     """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
 
@@ -84,6 +91,7 @@ class CoordinateOptimizer(Optimizer):
         self._monitors: list[Monitor] = []
         self.process_group = None
         self._pool = distributed.Pool()
+        self._common = Common()
         self._world = 1  # how many ranks took part in the last step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,7 +350,7 @@ class CoordinateOptimizer(Optimizer):
             return torch.ones((), dtype=torch.bool)
         device = finite[0].device
         ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
-        self._nonfinite += (~ok).to(self._nonfinite.device)
+        self._nonfinite.add_((~ok).to(self._nonfinite.device))
         return ok
 
     @property
