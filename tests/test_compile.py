@@ -183,7 +183,8 @@ def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
 @pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_goes_through_autograds_compiler(case, name):
-    assert_compiles_as_eager(case, name, "aot_eager")
+    rounding = {"rtol": 0.02, "atol": 0.002} if name == "autocast" else {}  # bfloat16: compiled code rounds elsewhere
+    assert_compiles_as_eager(case, name, "aot_eager", **rounding)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
 
 class Common:
-    """What all blocks of a step go by; an object of its own, since compilers let no attribute of an optimizer be set."""
+    """What all blocks of a step go by; attributes of an optimizer compiled code may not set (torch < 2.13)."""
 
     examples: Tensor  # of this step and rank
     square: Tensor  # of the whole network's gradient
@@ -202,7 +202,7 @@ class CoordinateOptimizer(Optimizer):
         return f"{super().__repr__()}\ncoverage: {self.coverage().summary()}"
 
     def _stage(self, block: Block) -> Stage | None:
-        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry]
+        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
 
     def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
         entries = [] if self._collector is None else self._collector.entries
@@ -252,7 +252,7 @@ class CoordinateOptimizer(Optimizer):
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
         parts = []
         if self._collector is not None and self.coordinates != "plain":
-            for entry, stage in self._collector.stages.items():
+            for entry, stage in self._collector.staged():
                 mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
                 parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
@@ -528,5 +528,5 @@ class CoordinateOptimizer(Optimizer):
         self._pool.settled.clear()
         if self._collector is not None:
             self._collector.clear()
-            for entry, stage in self._collector.stages.items():
+            for entry, stage in self._collector.staged():
                 frames.recentre(self.state.get(entry.weight, {}), stage)
