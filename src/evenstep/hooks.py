@@ -88,9 +88,7 @@ class Stage:
         if x is not None and moments_kernel.serves(x, self.slots):
             moments_kernel.add(x, look, self)
             return
-        self.examples.add_(self.seen != self.clock, alpha=look.examples)
-        self.seen.copy_(self.clock)
-        self._count(0 if x is None else x.numel() // x.shape[look.dim], look.zeros, look.applied)
+        self._count(0 if x is None else x.numel() // x.shape[look.dim], look)
         if x is None:
             return
         if torch.compiler.is_compiling() or not self.centred:
@@ -99,21 +97,29 @@ class Stage:
                 row = row if dim == look.dim else row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         first, second = sum_about(x, self.centre, look.dim)
-        self.first.add_(first)
-        self.second.add_(second)
+        sums = self.slots[0].unbind() if torch.compiler.is_compiling() else (self.first, self.second)
+        sums[0].add_(first)
+        sums[1].add_(second)
 
-    def _count(self, rows: int, zeros: int, applied: int) -> None:
-        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept."""
+    def _count(self, rows: int, look: Look) -> None:
+        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept.
+
+        Compiled code takes views of its own: ours may lie off the 16 bytes from which CUDA graphs may write.
+        """
+        new, key = self.seen != self.clock, (rows, look.zeros, look.applied)
         if torch.compiler.is_compiling():
-            self.rows.add_(rows)
-            self.zeros.add_(zeros)
-            self.applied.add_(applied)
-            return
-        if (rows, zeros, applied) not in self.counts:
-            if len(self.counts) > 8:  # sizes that never come back need not be kept
-                self.counts.clear()
-            self.counts[rows, zeros, applied] = self.tally.new_tensor([rows, zeros, applied, 0])
-        self.tally.add_(self.counts[rows, zeros, applied])
+            *tally, examples = self.tally.unbind()
+            for total, count in zip(tally, key, strict=True):
+                total.add_(count)
+            examples.add_(new, alpha=look.examples)
+        else:
+            if key not in self.counts:
+                if len(self.counts) > 8:  # sizes that never come back need not be kept
+                    self.counts.clear()
+                self.counts[key] = self.tally.new_tensor([*key, 0])
+            self.tally.add_(self.counts[key])
+            self.examples.add_(new, alpha=look.examples)
+        self.seen.copy_(self.clock)
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count, on the device, what the guards did in a step."""
