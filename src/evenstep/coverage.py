@@ -55,6 +55,11 @@ class Entry:
         return self.places[0][0]
 
     @property
+    def name(self) -> str:
+        """The name of the weight at its first place, which no other entry of the model has."""
+        return f"{self.path}.{self.slot.weight}"
+
+    @property
     def module(self) -> nn.Module:
         """The module of its first place."""
         return self.places[0][1]

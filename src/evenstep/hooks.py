@@ -88,9 +88,7 @@ class Stage:
         if x is not None and moments_kernel.serves(x, self.slots):
             moments_kernel.add(x, look, self)
             return
-        self.examples.add_(self.seen != self.clock, alpha=look.examples)
-        self.seen.copy_(self.clock)
-        self._count(0 if x is None else x.numel() // x.shape[look.dim], look.zeros, look.applied)
+        self._count(0 if x is None else x.numel() // x.shape[look.dim], look)
         if x is None:
             return
         if torch.compiler.is_compiling() or not self.centred:
@@ -99,35 +97,62 @@ class Stage:
                 row = row if dim == look.dim else row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         first, second = sum_about(x, self.centre, look.dim)
-        self.first.add_(first)
-        self.second.add_(second)
+        sums = self.slots[0].unbind() if torch.compiler.is_compiling() else (self.first, self.second)
+        sums[0].add_(first)
+        sums[1].add_(second)
 
-    def _count(self, rows: int, zeros: int, applied: int) -> None:
-        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept."""
+    def _count(self, rows: int, look: Look) -> None:
+        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept.
+
+        Compiled code takes views of its own: ours may lie off the 16 bytes from which CUDA graphs may write.
+        """
+        new, key = self.seen != self.clock, (rows, look.zeros, look.applied)
         if torch.compiler.is_compiling():
-            self.rows.add_(rows)
-            self.zeros.add_(zeros)
-            self.applied.add_(applied)
-            return
-        if (rows, zeros, applied) not in self.counts:
-            if len(self.counts) > 8:  # sizes that never come back need not be kept
-                self.counts.clear()
-            self.counts[rows, zeros, applied] = self.tally.new_tensor([rows, zeros, applied, 0])
-        self.tally.add_(self.counts[rows, zeros, applied])
+            *tally, examples = self.tally.unbind()
+            for total, count in zip(tally, key, strict=True):
+                total.add_(count)
+            examples.add_(new, alpha=look.examples)
+        else:
+            if key not in self.counts:
+                if len(self.counts) > 8:  # sizes that never come back need not be kept
+                    self.counts.clear()
+                self.counts[key] = self.tally.new_tensor([*key, 0])
+            self.tally.add_(self.counts[key])
+            self.examples.add_(new, alpha=look.examples)
+        self.seen.copy_(self.clock)
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count, on the device, what the guards did in a step."""
         self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
         self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
 
-    def see_gradient(self, grad: Tensor, dim: int) -> None:
-        """Add Σ ĝ² over all but the units."""
-        self.g2.add_(sum_about(grad.detach(), self.g2.new_zeros(()), dim)[1])
-
     @property
     def staged(self) -> list[Tensor]:
         """What a step uses up."""
         return [self.slots, self.tally, *([self.g2] if self.units else [])]
+
+
+def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
+    """Add Σ ĝ² over all but the units, which lie along `dim`."""
+    total.add_(sum_about(grad.detach(), total.new_zeros(()), dim)[1])
+
+
+class ShownGradient(torch.autograd.Function):
+    """A layer's output as it is; its gradient is added to a sum of squares on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, total: Tensor, dim: int) -> Tensor:
+        """A copy, which a compiler need not make: the output itself could not be changed in place."""
+        ctx.save_for_backward(total)
+        ctx.dim = dim
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient as it came."""
+        (total,), (grad,) = ctx.saved_tensors, grads
+        add_square(total, grad, ctx.dim)
+        return grad, None, None
 
 
 class Traffic:
@@ -153,10 +178,13 @@ class Watch:
         self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
         self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run.
+
+        In compiled code, the output whose gradient is watched; else nothing, which leaves the layer its own.
+        """
         if not (module.training and torch.is_grad_enabled()) or in_transform() or recomputing():
-            return
+            return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
             for stage, look in zip(self.stages, looks, strict=True):
@@ -167,19 +195,26 @@ class Watch:
                     self.traffic.empty |= look.applied == 0
                 if look.applied:
                     stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
-        self._watch_gradient(output)
+        return self._watch_gradient(output)
 
-    def _watch_gradient(self, output: Any) -> None:
-        """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations."""
+    def _watch_gradient(self, output: Any) -> Any:
+        """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations.
+
+        Compilers do not take hooks on what they compile, or not well (torch < 2.13); a function of autograd they do.
+        """
         stage = self.stages[0]
-        if self.gradients and stage is not None and stage.units and output.requires_grad:
-            dim = self.kind.units_dim(output)
-            if output.shape[dim] != stage.units or shards.sharded(output):
-                raise RuntimeError(
-                    f"canonical coordinates need the whole output of a layer; got {output.shape[dim]} of {stage.units} "
-                    "units here (tensor parallelism): exclude that layer, or take another optimizer."
-                )
-            output.register_hook(lambda grad: stage.see_gradient(grad, dim))
+        if not self.gradients or stage is None or not stage.units or not output.requires_grad:
+            return None
+        dim = self.kind.units_dim(output)
+        if output.shape[dim] != stage.units or shards.sharded(output):
+            raise RuntimeError(
+                f"canonical coordinates need the whole output of a layer; got {output.shape[dim]} of {stage.units} "
+                "units here (tensor parallelism): exclude that layer, or take another optimizer."
+            )
+        if torch.compiler.is_compiling():
+            return ShownGradient.apply(output, stage.g2, dim)  # type: ignore[no-untyped-call]
+        output.register_hook(lambda grad: add_square(stage.g2, grad, dim))
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
         """A copied model trains without us."""
@@ -231,7 +266,7 @@ class Collector:
         self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
         self.entries = list(entries)
         self.clocks: dict[torch.device, Tensor] = {}
-        self.stages = {entry: self._stage(entry, rows(entry)) for entry in self.entries}
+        self.stages = {entry.name: self._stage(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
     def _stage(self, entry: Entry, limit: int | None) -> Stage:
@@ -245,6 +280,13 @@ class Collector:
             clocks=self.clocks,
         )
 
+    def _stage_of(self, entry: Entry | None) -> Stage | None:
+        return None if entry is None else self.stages[entry.name]
+
+    def staged(self) -> list[tuple[Entry, Stage]]:
+        """The entries with their stages."""
+        return [(entry, self.stages[entry.name]) for entry in self.entries]
+
     def attach(self, owner: object) -> None:
         """Register the hooks; they go with `owner` if `detach` is never called."""
         modules: dict[nn.Module, dict[str, Entry]] = {}
@@ -253,7 +295,7 @@ class Collector:
                 modules.setdefault(module, {})[entry.slot.weight] = entry
         for module, found in modules.items():
             kind, batch_dim = (e := next(iter(found.values()))).kind, e.batch_dim
-            stages = [self.stages.get(found.get(slot.weight)) for slot in kind.slots(module)]  # type: ignore[arg-type]
+            stages = [self._stage_of(found.get(slot.weight)) for slot in kind.slots(module)]
             watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
         if self.stages:

@@ -152,7 +152,7 @@ class AttentionKind(LayerKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """In cross-attention in_proj has three inputs and shows none; batch and positions come from the query."""
-        call = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        call = dict(zip(("query", "key", "value")[: len(args)], args[:3], strict=True)) | dict(kwargs)
         query = call["query"]
         examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
         applied = query.numel() // max(1, query.shape[-1])

@@ -138,7 +138,7 @@ class CanonicalSGD(_SG):
         if self._collector is not None:
             if scale is not None:
                 self._collector.unscale(scale)
-            self._examples = self._collector.examples() / self._world  # gradients are averaged over ranks
+            self._common.examples = self._collector.examples() / self._world  # gradients are averaged over ranks
         super()._step_blocks(plan, agreed)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +146,7 @@ class CanonicalSGD(_SG):
         on_weight, on_bias = super()._gradients(block)
         if block.group["reduction"] == "mean" or self._collector is None:
             return on_weight, on_bias
-        examples = self._examples.to(on_weight.device)
+        examples = self._common.examples.to(on_weight.device)
         return on_weight / examples, None if on_bias is None else on_bias / examples
 
 
@@ -243,7 +243,7 @@ class BlockNaturalSGD(_SG):
         """Sum the squares of the whole network first, where they are wanted."""
         whole = [b for b in blocks if b.group["block"] == "network"]
         squares = [b.over.total(b.unit_square(*self._gradients(b))) for b in whole]
-        self._network = torch.stack(squares).sum() if squares else torch.zeros(())
+        self._common.square = torch.stack(squares).sum() if squares else torch.zeros(())
         super()._advance(blocks, ok)
 
     def _init_rule(self, block: Block) -> None:
@@ -262,7 +262,7 @@ class BlockNaturalSGD(_SG):
         elif group["block"] == "unit":
             squares = [block.unit_square(on_weight, on_bias).flatten()]
         else:
-            squares = [self._network.to(on_weight.device)]
+            squares = [self._common.square.to(on_weight.device)]
         if group["bounded"]:
             states = [self.state[p] for p in block.parameters[: len(squares)]]
             squares = [rules.running_square(s, q, group, ok) for s, q in zip(states, squares, strict=True)]

@@ -37,6 +37,13 @@ class Plan(NamedTuple):
     rest: list[Block]
 
 
+class Common:
+    """What all blocks of a step go by; attributes of an optimizer compiled code may not set (torch < 2.13)."""
+
+    examples: Tensor  # of this step and rank
+    square: Tensor  # of the whole network's gradient
+
+
 class Monitor(Protocol):
     """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
 
@@ -84,6 +91,7 @@ class CoordinateOptimizer(Optimizer):
         self._monitors: list[Monitor] = []
         self.process_group = None
         self._pool = distributed.Pool()
+        self._common = Common()
         self._world = 1  # how many ranks took part in the last step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +202,7 @@ class CoordinateOptimizer(Optimizer):
         return f"{super().__repr__()}\ncoverage: {self.coverage().summary()}"
 
     def _stage(self, block: Block) -> Stage | None:
-        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry]
+        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
 
     def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
         entries = [] if self._collector is None else self._collector.entries
@@ -244,7 +252,7 @@ class CoordinateOptimizer(Optimizer):
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
         parts = []
         if self._collector is not None and self.coordinates != "plain":
-            for entry, stage in self._collector.stages.items():
+            for entry, stage in self._collector.staged():
                 mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
                 parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
@@ -342,7 +350,7 @@ class CoordinateOptimizer(Optimizer):
             return torch.ones((), dtype=torch.bool)
         device = finite[0].device
         ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
-        self._nonfinite += (~ok).to(self._nonfinite.device)
+        self._nonfinite.add_((~ok).to(self._nonfinite.device))
         return ok
 
     @property
@@ -520,5 +528,5 @@ class CoordinateOptimizer(Optimizer):
         self._pool.settled.clear()
         if self._collector is not None:
             self._collector.clear()
-            for entry, stage in self._collector.stages.items():
+            for entry, stage in self._collector.staged():
                 frames.recentre(self.state.get(entry.weight, {}), stage)

@@ -107,7 +107,7 @@ class Whitened(CoordinateOptimizer):
     def _counted(self, block: Block) -> list[Tensor]:
         """What no rule counts the steps of; a bias inside a joint matrix has no state of the rule's."""
         rules = [self._plain if outside else self._base for outside in self._outside(block)]
-        uncounted = [p for p, rule in zip(block.parameters, rules, strict=False) if not rule.counts]
+        uncounted = [p for p, rule in zip(block.parameters[: len(rules)], rules, strict=True) if not rule.counts]
         return uncounted + block.parameters[len(rules) :]
 
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
@@ -168,17 +168,19 @@ class Whitened(CoordinateOptimizer):
             grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
         if ok is not None:
             grads = [torch.where(ok, g, 0) for g in grads]
+        outside, count = self._outside(block), len(grads)
+        parameters, groups = block.parameters[:count], [block.group, *block.bias_groups][:count]
         share = self._share(block)
-        groups, lrs = [block.group, *block.bias_groups], [lr * share for lr in rates(block)]
+        lrs = [lr * share for lr in rates(block)[:count]]
         if self._plain is not self._base and not block.aside:
-            ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, self._outside(block), strict=False)]
-            lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=False)]
-        rules = [self._plain if outside else self._base for outside in self._outside(block)]
-        wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(block.parameters, rules, strict=False)]
-        grads = [g.to(p.dtype).contiguous() for p, g in zip(block.parameters, grads, strict=False)]
+            ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, outside, strict=True)]
+            lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=True)]
+        rules = [self._plain if o else self._base for o in outside]
+        wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(parameters, rules, strict=True)]
+        grads = [g.to(p.dtype).contiguous() for p, g in zip(parameters, grads, strict=True)]
         return [
             Proxy(p, proxies.gathered(p, g) if whole else g, group, lr, whole)
-            for p, g, group, lr, whole in zip(block.parameters, grads, groups, lrs, wholes, strict=False)
+            for p, g, group, lr, whole in zip(parameters, grads, groups, lrs, wholes, strict=True)
         ]
 
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
