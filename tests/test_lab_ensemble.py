@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import evenstep
 from evenstep.lab import feed, together
-from evenstep.lab.convolution import as_matrix_products
+
 from evenstep.lab.data import Text
 from evenstep.lab.ensemble import FORWARDS, Ensemble
 from evenstep.lab.methods import METHODS, Method, PlainCoordinates
