@@ -23,6 +23,7 @@ from evenstep.lab.methods import METHODS
 from evenstep.lab.reproduce import fast_cuda
 from evenstep.lab.together import run_interleaved
 from evenstep.lab.trial import Trial, run
+from evenstep.lab.usage import usable_device
 
 MEMBERS, BATCH = 24, 64
 VARIANTS = {
@@ -129,7 +130,9 @@ def main() -> None:
     begin = time.perf_counter()
     cuda = args.device.startswith("cuda")
     args.steps, args.budget = args.steps or (100 if cuda else 8), args.budget or (75 if cuda else 180)
-    fast_cuda()
+    usable_device(args.device)
+    if cuda:
+        fast_cuda()
     torch.set_num_threads(1)
     arrays = random_images(BATCH * args.steps).to(args.device)
     rows = [row for m in args.methods for row in bench(m, args, arrays, begin + args.budget)]

@@ -16,6 +16,7 @@ from evenstep.lab.data import cifar10, text_file
 from evenstep.lab.reproduce import fast_cuda
 from evenstep.lab.sweep import sweep
 from evenstep.lab.trial import Trial
+from evenstep.lab.usage import usable_device
 
 PAPER = {"damping": 1e-3, "fresh_max": None, "trust": None}
 DEEP = {"model": "deep_net", "batch_size": 128, "augment": True, "epochs": 5}
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds after which no ensemble is begun")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
+    device = usable_device("cuda")
     fast_cuda()
     start, wanted = time.perf_counter(), [replace(t, seed=s) for s in args.seeds for t in EXPERIMENTS[args.experiment]]
     text = [t for t in wanted if t.model == "transformer"]
@@ -150,7 +152,7 @@ def main() -> None:
     images = [t for t in wanted if t.model != "transformer"]
     for trials, load in ((images, lambda: cifar10(args.data, "CIFAR-10 (JPEG)")), (text, lambda: text_file(args.text))):
         left = None if args.budget is None else max(0.0, args.budget - (time.perf_counter() - start))
-        found = sweep(trials, load(), args.out, device="cuda", on_record=show, budget=left) if trials else []
+        found = sweep(trials, load(), args.out, device=device, on_record=show, budget=left) if trials else []
         print(f"-- {len(found)} of {len(trials)} trials are done, {time.perf_counter() - start:.1f} s", flush=True)
 
 

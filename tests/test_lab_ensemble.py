@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab import feed, sweep, together
+from evenstep.lab import feed, sweep, together, turns
 from evenstep.lab.data import Text
 from evenstep.lab.ensemble import FORWARDS, Ensemble
 from evenstep.lab.evaluate import evaluate
@@ -253,6 +253,24 @@ def test_ensembles_in_turn_give_what_they_give_one_after_the_other(at_once, forw
     assert shared == ([{4}, {4}, {2}] if at_once == 2 else [{6}, {6}, {6}])  # the first two end in one round
 
 
+def test_turns_are_taken_and_what_ends_makes_room():
+    said = []
+
+    def work(name, steps):
+        for k in range(steps):
+            said.append(f"{name}{k}")
+            yield
+        if name == "b":
+            raise ValueError(name)
+        return name
+
+    found = turns.in_turn((work(name, steps) for name, steps in [("a", 3), ("b", 1), ("c", 1), ("d", 1)]), "cpu", 2)
+    assert [next(found), next(found), next(found)] == ["a", "c", "d"]
+    assert said == ["a0", "b0", "a1", "a2", "c0", "d0"]
+    with pytest.raises(ValueError, match="b"):
+        next(found)
+
+
 def test_scores_are_those_of_each_member():
     arrays, models = small_arrays(23), [MODELS["paper_cnn"](batch_norm=True) for _ in RATES]
     for model in models:
@@ -285,15 +303,16 @@ def test_captured_steps_equal_separate_trials(method, forward):
 
 @pytest.mark.gpu
 def test_captured_ensembles_in_turn_equal_separate_trials(tmp_path):
-    """Four ensembles, of one and of two shapes of batches, some captured while others are replayed."""
-    arrays, pairs = small_arrays(70), [("sg", 0), ("evenstep", 0), ("whitening-own", 0), ("batch-norm", 1)]
+    """Five ensembles on four streams: some are captured while others are replayed, the last takes a stream over."""
+    arrays = small_arrays(70)
+    rates = {"sg": 0.03, "evenstep": 0.02, "whitening-own": 0.1, "batch-norm": 0.03, "canonical": 3e-4}
     trials = [
-        Trial(method, METHODS[method].stepsizes[k], seed, epochs=2 + late, batch_size=16, augment=not late)
-        for method, late in pairs
-        for k, seed in ((0, 0), (1, 7))
+        Trial(method, scale * lr, seed, epochs=2, batch_size=16, augment=method == "sg")
+        for method, lr in rates.items()
+        for scale, seed in ((1, 0), (2, 7))
     ]
-    found = sweep.sweep(trials, arrays, tmp_path / "records.jsonl", device="cuda", at_once=3)
+    found = sweep.sweep(trials, arrays, tmp_path / "records.jsonl", device="cuda", at_once=4)
+    assert {r["environment"]["together"] for r in found} <= {2, 4, 6, 8}
     for trial, record in zip(trials, found, strict=True):
         for row, other in zip(metrics(record), metrics(run(trial, arrays, "cuda")), strict=True):
             assert row["train_loss"] == pytest.approx(other["train_loss"], rel=0.02)
-            assert row["test_loss"] == pytest.approx(other["test_loss"], rel=0.05)

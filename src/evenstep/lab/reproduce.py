@@ -7,7 +7,6 @@ Records go to OUT/<experiment>.jsonl as runs end. Run it again to go on where it
 
 import argparse
 import difflib
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -94,11 +93,7 @@ def verdicts(out: Path) -> dict[str, Verdict]:
 
 
 def fast_cuda() -> None:
-    """Let a GPU multiply in TF32, look for its fastest convolutions, and run many streams at once.
-
-    To be called before anything else uses the GPU.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    """Let a GPU multiply in TF32 and look for its fastest convolutions."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
 
@@ -117,9 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     options = Options(given.quick, given.data, given.data_name, given.seed)
     try:
-        if given.device.startswith("cuda"):
-            fast_cuda()
         device = usage.usable_device(given.device)
+        if device.type == "cuda":
+            fast_cuda()
         left = reproduce(given.experiments, options, given.out, device, given.budget, shown())
     except usage.UsageError as error:
         print(f"reproduce: {error}", file=sys.stderr)

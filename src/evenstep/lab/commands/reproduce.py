@@ -45,10 +45,10 @@ def main(options: Options) -> int:
 
     names = chosen(options.experiments)
     usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
-    if options.device.startswith("cuda"):
-        runner.fast_cuda()
     device = usage.usable_device(options.device)
     out = usage.writable_folder(options.out)
+    if device.type == "cuda":
+        runner.fast_cuda()
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
     console, left = Console(), names
     with running.one_thread(), progress.bar(console, 1) as bar:
