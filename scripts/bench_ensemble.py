@@ -5,7 +5,8 @@
 Needs torch and numpy. On a GPU times are of the second epoch, so that captures and first choices of algorithms are not
 in them; "whole run" has both epochs. On a CPU they are processor time of one thread, whole runs, so that other programs
 do not count. One after the other is measured on a sample of the members and scaled. `difference` is the largest
-relative difference of a sampled member's training loss from its separate run.
+relative difference of a sampled member's training loss from its separate run. At the end an ensemble of every method
+trains in turn with the others, against one of them after the other.
 """
 
 import argparse
@@ -16,13 +17,19 @@ from pathlib import Path
 
 import torch
 
-from evenstep.lab import graphed, records
+from evenstep.lab import records
 from evenstep.lab.data import CIFAR_CLASSES, Arrays
 from evenstep.lab.methods import METHODS
-from evenstep.lab.together import run_together
+from evenstep.lab.reproduce import fast_cuda
+from evenstep.lab.together import run_interleaved
 from evenstep.lab.trial import Trial, run
+from evenstep.lab.usage import usable_device
 
 MEMBERS, BATCH = 24, 64
+VARIANTS = {
+    True: [("vmap", 24), ("vmap", 8), ("each", 24), ("each", 8)],
+    False: [("each", 4), ("each", 8), ("each", 24), ("vmap", 8)],
+}
 
 
 def random_images(count: int) -> Arrays:
@@ -38,21 +45,19 @@ def members(method: str, seeds: int) -> list[Trial]:
     return [Trial(method, lr, seed, epochs=2, batch_size=BATCH) for seed in range(seeds) for lr in rates]
 
 
-def in_chunks(trials: list[Trial], size: int, train: Callable[[list[Trial]], list]) -> list[records.Record]:
-    return [r for k in range(0, len(trials), size) for r in train(trials[k : k + size])]
+def in_chunks(trials: list[Trial], size: int) -> list[list[Trial]]:
+    return [trials[k : k + size] for k in range(0, len(trials), size)]
 
 
 def variants(cuda: bool, arrays: Arrays, device: str) -> dict[str, Callable[[list[Trial]], list]]:
-    def ensemble(forward: str, size: int) -> Callable[[list[Trial]], list]:
-        return lambda trials: in_chunks(trials, size, lambda part: run_together(part, arrays, device, forward=forward))
+    """Ensembles of so many members one after the other, or (`at_once`) several of them in turn."""
 
-    if not cuda:
-        return {f"each, {size} at a time": ensemble("each", size) for size in (4, 8, 24)} | {
-            "vmap, 8 at a time": ensemble("vmap", 8)
-        }
-    found = {f"{forward}, {size} at a time": ensemble(forward, size) for forward in ("matmul", "vmap", "each")
-             for size in (24, 8)}  # fmt: skip
-    return found | {"a graph for each member": lambda trials: graphed.run_together(trials, arrays)}
+    def ensemble(forward: str, size: int, at_once: int = 1) -> Callable[[list[Trial]], list]:
+        train = partial(run_interleaved, data=arrays, device=device, forward=forward, at_once=at_once)
+        return lambda trials: [r for found in train(in_chunks(trials, size)) for r in found]
+
+    found = {f"{forward}, {size} at a time": ensemble(forward, size) for forward, size in VARIANTS[cuda]}
+    return found | ({f"vmap, 3 of {MEMBERS // 3} in turn": ensemble("vmap", MEMBERS // 3, 3)} if cuda else {})
 
 
 def loss(record: records.Record) -> float:
@@ -85,15 +90,28 @@ def bench(method: str, args: argparse.Namespace, arrays: Arrays, deadline: float
         except Exception as error:  # the other variants are still worth measuring
             print(f"{method:14} {name:26} failed: {type(error).__name__}: {error}", flush=True)
             continue
-        off = max(abs(loss(found[trials.index(t)]) / loss(r) - 1) for t, r in zip(sample, alone, strict=True))
+        losses = {records.dumps(r["config"]): loss(r) for r in found}
+        off = max(abs(losses[records.dumps(r["config"])] / loss(r) - 1) for r in alone)
         rows.append(line(method, name, taken, whole, base, args.steps, off))
     return rows
+
+
+def all_methods(args: argparse.Namespace, arrays: Arrays, rows: list[dict]) -> list[dict]:
+    """An ensemble of each method, all of them in turn, against one of these ensembles after the other."""
+    alone = [row["ms_per_step"] for row in rows if row["variant"] == f"vmap, {MEMBERS} at a time"]
+    if len(alone) < len(args.methods):
+        return []
+    parts = [members(method, args.seeds) for method in args.methods]
+    train = partial(run_interleaved, parts, arrays, args.device, forward="vmap", at_once=len(parts))
+    _, taken, whole = timed(lambda: [r for found in train() for r in found], True)
+    name = f"vmap, {len(parts)} of {MEMBERS} in turn"
+    return [line("all methods", name, taken, whole, sum(alone) * args.steps / 1e3, args.steps, 0.0)]
 
 
 def line(method: str, name: str, taken: float, whole: float, base: float, steps: int, off: float) -> dict:
     row = {"method": method, "variant": name, "ms_per_step": 1e3 * taken / steps, "times_faster": base / taken,
            "whole_run_seconds": whole, "difference": off}  # fmt: skip
-    print(f"{method:14} {name:26} {row['ms_per_step']:8.2f} ms per step of {MEMBERS}   {base / taken:5.2f} times faster"
+    print(f"{method:14} {name:26} {row['ms_per_step']:8.2f} ms per step of all   {base / taken:5.2f} times faster"
           f"   whole run {whole:6.2f} s   difference {off:.1e}", flush=True)  # fmt: skip
     return row
 
@@ -112,11 +130,14 @@ def main() -> None:
     begin = time.perf_counter()
     cuda = args.device.startswith("cuda")
     args.steps, args.budget = args.steps or (100 if cuda else 8), args.budget or (75 if cuda else 180)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    usable_device(args.device)
+    if cuda:
+        fast_cuda()
     torch.set_num_threads(1)
     arrays = random_images(BATCH * args.steps).to(args.device)
     rows = [row for m in args.methods for row in bench(m, args, arrays, begin + args.budget)]
+    if cuda and len(args.methods) > 1:
+        rows += all_methods(args, arrays, rows)
     if args.out:
         config = {
             "bench": "ensemble",

@@ -2,22 +2,21 @@
 
     python scripts/sweep_gpu.py cifar-cnn --data DIR --out FILE.jsonl [--budget SECONDS] [--seeds 0 1 2]
 
-Needs torch, numpy and a CUDA device. Trials whose record is in the file already are not run again; `--budget` starts
-no new chunk after so many seconds.
+Needs torch, numpy and a CUDA device. Trials whose record is in the file already are not run again; `--budget` begins
+nothing new after so many seconds.
 """
 
 import argparse
-import itertools
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from evenstep.lab import records
 from evenstep.lab.data import cifar10, text_file
-from evenstep.lab.graphed import run_together
+from evenstep.lab.reproduce import fast_cuda
+from evenstep.lab.sweep import sweep
 from evenstep.lab.trial import Trial
+from evenstep.lab.usage import usable_device
 
 PAPER = {"damping": 1e-3, "fresh_max": None, "trust": None}
 DEEP = {"model": "deep_net", "batch_size": 128, "augment": True, "epochs": 5}
@@ -153,32 +152,20 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="a folder with cifar-10-batches-py")
     parser.add_argument("--text", help="a text file, for the transformer")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=1e9)
+    parser.add_argument("--budget", type=float, help="seconds after which no ensemble is begun")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--chunk", type=int, default=32)
     args = parser.parse_args()
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    start = time.perf_counter()
-    sets = {"transformer": text_file(args.text)} if args.text else {}
-    images = cifar10(args.data, "CIFAR-10 (JPEG)")
-    have = [r["config"] for r in records.read(args.out)] if args.out.exists() else []
-    wanted = [Trial(**{**asdict(t), "seed": s}) for s in args.seeds for t in EXPERIMENTS[args.experiment]]
-    todo = [t for t in wanted if {**asdict(t), "data": sets.get(t.model, images).name} not in have]
-    for key, same in itertools.groupby(todo, key=lambda t: (t.seed, t.epochs, t.batch_size, t.augment, t.model)):
-        members, arrays = list(same), sets.get(key[-1], images)
-        for k in range(0, len(members), args.chunk):
-            if time.perf_counter() - start > args.budget:
-                print("out of budget; run again to go on", flush=True)
-                return
-            began = time.perf_counter()
-            for record in run_together(members[k : k + args.chunk], arrays):
-                records.append(args.out, record)
-                show(record)
-            print(
-                f"-- {key}: {len(members[k : k + args.chunk])} trials in {time.perf_counter() - began:.1f} s",
-                flush=True,
-            )
+    device = usable_device("cuda")
+    fast_cuda()
+    start, wanted = time.perf_counter(), [replace(t, seed=s) for s in args.seeds for t in EXPERIMENTS[args.experiment]]
+    text = [t for t in wanted if t.model == "transformer"]
+    if text and args.text is None:
+        parser.error(f"{args.experiment} trains a transformer: give a text file by --text")
+    images = [t for t in wanted if t.model != "transformer"]
+    for trials, load in ((images, lambda: cifar10(args.data, "CIFAR-10 (JPEG)")), (text, lambda: text_file(args.text))):
+        left = None if args.budget is None else max(0.0, args.budget - (time.perf_counter() - start))
+        found = sweep(trials, load(), args.out, device=device, on_record=show, budget=left) if trials else []
+        print(f"-- {len(found)} of {len(trials)} trials are done, {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def show(record: records.Record) -> None:
@@ -187,7 +174,8 @@ def show(record: records.Record) -> None:
     extra = " ".join(f"{k}={v}" for k, v in {**config["options"], **config["model_options"]}.items())
     print(
         f"{config['method']:14} lr {config['lr']:<9g} seed {config['seed']} loss {loss} "
-        f"acc {last['test_accuracy']:.4f} dead {last['dead_share']:.3f} {extra}"
+        f"acc {last['test_accuracy']:.4f} dead {last['dead_share']:.3f} {extra}",
+        flush=True,
     )
 
 

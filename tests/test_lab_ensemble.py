@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab import feed, together
-from evenstep.lab.convolution import as_matrix_products
+from evenstep.lab import feed, sweep, together, turns
 from evenstep.lab.data import Text
 from evenstep.lab.ensemble import FORWARDS, Ensemble
-from evenstep.lab.methods import METHODS, Method, PlainCoordinates
+from evenstep.lab.evaluate import evaluate
+from evenstep.lab.methods import METHODS, Method, OwnBatchSGD, PlainCoordinates
 from evenstep.lab.models import MODELS
 from evenstep.lab.stacked import elementwise, linear
 from evenstep.lab.trial import Trial, run
@@ -51,6 +51,7 @@ BUILDERS = {
     "WhitenedSGD": whitened(evenstep.WhitenedSGD, momentum=0.9, weight_decay=0.1),
     "WhitenedSGD, the paper's": whitened(evenstep.WhitenedSGD, damping=1e-3, fresh_max=None, trust=None),
     "WhitenedSGD, sharing, excluded": whitened(evenstep.WhitenedSGD, sharing=2.0, exclude=["7.*"], plain_lr=0.01),
+    "own batch": whitened(OwnBatchSGD, trust=None),
     "CanonicalSGD": whitened(evenstep.CanonicalSGD),
     "EvenStep": whitened(evenstep.EvenStep),
     "EvenStep, decay": whitened(evenstep.EvenStep, weight_decay=0.1, momentum=0.0),
@@ -98,10 +99,9 @@ def test_members_equal_separate_runs(name):
         assert max(raised) > 0 and max(held) > 0
 
 
-@pytest.mark.parametrize("forward", ["vmap", "matmul"])
-@pytest.mark.parametrize("name", ["SGD", "WhitenedSGD", "CanonicalSGD", "EvenStep", "Whitened(AdamW)"])
-def test_all_at_once_equals_one_after_the_other(name, forward):
-    assert_equals_separate_runs(BUILDERS[name], forward)
+@pytest.mark.parametrize("name", ["SGD", "WhitenedSGD", "CanonicalSGD", "EvenStep", "Whitened(AdamW)", "own batch"])
+def test_all_at_once_equals_one_after_the_other(name):
+    assert_equals_separate_runs(BUILDERS[name], "vmap")
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -205,8 +205,7 @@ def test_what_can_be_stacked_is_found_out(rule, options, stacks, scales):
 
 def test_reasons_to_run_alone(monkeypatch):
     arrays = small_arrays()
-    alone = {name for name in METHODS if together.why_not(Trial(name, 0.1), arrays) is not None}
-    assert alone == {"whitening-own"}  # which changes its own state before each step
+    assert not {name for name in METHODS if together.why_not(Trial(name, 0.1), arrays) is not None}
 
     def reason(build, **options):
         monkeypatch.setitem(METHODS, "other", Method("other", "other", build, (0.1,)))
@@ -226,26 +225,68 @@ def test_reasons_to_run_alone(monkeypatch):
     assert "does not move with its layer" in reason(evenstep.EvenStep)
 
 
+MIXED = [
+    Trial(method, lr, seed, epochs=2, batch_size=4, **settings)
+    for method, rates, settings in [
+        ("evenstep", (0.02, 0.05), {"augment": True}),
+        ("whitening", (0.1, 1e20), {"options": {"trust": None}}),  # the second diverges
+        ("whitening-own", (0.1, 0.2), {"decay_lr": True}),
+    ]
+    for lr, seed in zip(rates, (0, 7), strict=True)
+]
+
+
+def without_time(record):
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record["metrics"]]
+    return record["config"], record["seed"], rows
+
+
+@pytest.mark.parametrize(("at_once", "forward"), [(2, "each"), (12, "vmap")])
+def test_ensembles_in_turn_give_what_they_give_one_after_the_other(at_once, forward):
+    arrays = small_arrays(11)
+    parts = sweep.chunks(MIXED, arrays, "cpu").ensembles
+    expected = [together.run_together(part, arrays, forward=forward) for part in parts]
+    found = list(together.run_interleaved(parts, arrays, at_once=at_once, forward=forward))
+    assert len(found) == 3 and any(r["metrics"][-1]["diverged"] for rs in found for r in rs)
+    assert [[without_time(r) for r in rs] for rs in found] == [[without_time(r) for r in rs] for rs in expected]
+    shared = [{r["environment"]["together"] for r in rs} for rs in found]
+    assert shared == ([{4}, {4}, {2}] if at_once == 2 else [{6}, {6}, {6}])  # the first two end in one round
+
+
+def test_turns_are_taken_and_what_ends_makes_room():
+    said = []
+
+    def work(name, steps):
+        for k in range(steps):
+            said.append(f"{name}{k}")
+            yield
+        if name == "b":
+            raise ValueError(name)
+        return name
+
+    found = turns.in_turn((work(name, steps) for name, steps in [("a", 3), ("b", 1), ("c", 1), ("d", 1)]), "cpu", 2)
+    assert [next(found), next(found), next(found)] == ["a", "c", "d"]
+    assert said == ["a0", "b0", "a1", "a2", "c0", "d0"]
+    with pytest.raises(ValueError, match="b"):
+        next(found)
+
+
+def test_scores_are_those_of_each_member():
+    arrays, models = small_arrays(23), [MODELS["paper_cnn"](batch_norm=True) for _ in RATES]
+    for model in models:
+        model(torch.randn(8, 3, 32, 32))
+        with torch.no_grad():
+            model[1].bias[:2] = -100.0  # two units that are dead
+    for forward in FORWARDS:
+        ensemble = Ensemble(models, BUILDERS["SGD"], RATES, forward=forward)
+        for score, model in zip(ensemble.scores(arrays), models, strict=True):
+            assert score == pytest.approx(evaluate(model, arrays, 5), rel=1e-5) and score["dead_share"] >= 2 / 226
+            assert model.training
+
+
 def test_unknown_forward_is_named():
-    with pytest.raises(ValueError, match=r"forward must be one of each, vmap, matmul; got 'all'"):
+    with pytest.raises(ValueError, match=r"forward must be one of each, vmap; got 'all'"):
         Ensemble([network()], BUILDERS["SGD"], [0.1], forward="all")
-
-
-@pytest.mark.parametrize("settings", [{}, {"padding": (1, 2)}, {"stride": (2, 3), "padding": 1, "bias": False}])
-def test_convolution_as_a_product(settings):
-    layer, x = nn.Conv2d(3, 4, (3, 2), **settings).double(), torch.randn(2, 3, 9, 8).double()
-    expected = layer(x)
-    as_matrix_products(layer)
-    assert "forward" in layer.__dict__
-    torch.testing.assert_close(layer(x), expected)
-
-
-def test_other_convolutions_are_left_alone():
-    model = nn.Sequential(
-        nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, dilation=2), nn.Conv2d(2, 2, 3, padding="same")
-    )
-    as_matrix_products(model)
-    assert not any("forward" in layer.__dict__ for layer in model)
 
 
 @pytest.mark.gpu
@@ -256,5 +297,22 @@ def test_captured_steps_equal_separate_trials(method, forward):
     trials = [Trial(method, lr, s, epochs=2, batch_size=16, decay_lr=True) for lr, s in [(rates[0], 0), (rates[1], 7)]]
     train = partial(together.run_together, device="cuda", forward=forward)
     for trial, record in zip(trials, train(trials, arrays), strict=True):
+        for row, other in zip(metrics(record), metrics(run(trial, arrays, "cuda")), strict=True):
+            assert row["train_loss"] == pytest.approx(other["train_loss"], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_captured_ensembles_in_turn_equal_separate_trials(tmp_path):
+    """Five ensembles on four streams: some are captured while others are replayed, the last takes a stream over."""
+    arrays = small_arrays(70)
+    rates = {"sg": 0.03, "evenstep": 0.02, "whitening-own": 0.1, "batch-norm": 0.03, "canonical": 3e-4}
+    trials = [
+        Trial(method, scale * lr, seed, epochs=2, batch_size=16, augment=method == "sg")
+        for method, lr in rates.items()
+        for scale, seed in ((1, 0), (2, 7))
+    ]
+    found = sweep.sweep(trials, arrays, tmp_path / "records.jsonl", device="cuda", at_once=4)
+    assert {r["environment"]["together"] for r in found} <= {2, 4, 6, 8}
+    for trial, record in zip(trials, found, strict=True):
         for row, other in zip(metrics(record), metrics(run(trial, arrays, "cuda")), strict=True):
             assert row["train_loss"] == pytest.approx(other["train_loss"], rel=0.02)

@@ -142,6 +142,31 @@ def test_the_clock_begins_nothing_that_would_end_too_late(monkeypatch):
     assert len(seen) == 4
 
 
+def test_the_clock_believes_what_a_piece_says_of_itself(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
+    clock = reproduce.Clock(100, lambda *what: None)
+    clock("experiment", 0, 0)
+    clock("stage", 0, 1, 500.0)  # the first starts whatever it says
+    now[0] = 60  # and its length says nothing of pieces that are silent
+    clock("experiment", 0, 0)
+    clock("silent", 0, 1)
+    clock("stage", 0, 1, 40.0)
+    with pytest.raises(reproduce.OutOfTime):
+        clock("stage", 0, 1, 41.0)
+
+
+def test_the_clock_learns_that_pieces_last_longer_than_they_say(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
+    clock = reproduce.Clock(100, lambda *what: None)
+    clock("stage", 0, 1, 20.0)
+    now[0] = 40
+    clock("stage", 0, 1, 30.0)
+    with pytest.raises(reproduce.OutOfTime):
+        clock("stage", 0, 1, 31.0)
+
+
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
         def run(options, out, device, progress):
@@ -411,9 +436,34 @@ def test_a_grid_grows_until_the_best_lies_inside(monkeypatch, best, growth, rate
     assert {r["config"]["lr"] for r in found if r["seed"] == 7} == rates
     others = {(r["seed"], r["config"]["lr"]) for r in found if r["seed"] != 7}
     chosen = tuning.best_rate(found)
-    assert others == {(8, chosen), (9, chosen)}
+    assert {(8, chosen), (9, chosen)} <= others and len(others) <= 4  # of the last two stepsizes that may be best
+    assert len({(r["seed"], r["config"]["lr"]) for r in found}) == len(found)
     assert chosen == (best if best in rates else min(rates, key=lambda lr: abs(math.log(lr / best))))
     assert [r["seed"] for r in tuning.at_best(found, contender)] == [7, 8, 9]
+
+
+def test_all_that_a_gpu_runs_is_few_stages(monkeypatch):
+    """One for the grids of all contenders, one for what lies beyond their ends and for the further seeds."""
+    contenders = [tuning.Contender(name, name, (0.5, 1.0, 2.0)) for name in ("sg", "adam")]
+    stages, really = [], tuning.in_stage
+    monkeypatch.setattr(tuning, "sweep", valley(8.0))
+    monkeypatch.setattr(tuning, "in_stage", lambda trials, *a, **k: (stages.append(trials), really(trials, *a, **k))[1])
+    plan, told = tuning.Plan(seeds=2), []
+    tuning.tuned(contenders, plan, images(QUICK), Path("none"), device="cpu", progress=lambda *what: told.append(what))
+    first, last = ([(t.method, t.lr, t.seed) for t in stage] for stage in stages)
+    assert first == [(name, lr, 0) for name in ("sg", "adam") for lr in (0.5, 1.0, 2.0)]
+    assert last == [(name, lr, seed) for name in ("sg", "adam") for lr in (2.0, 4.0) for seed in (0, 1)]
+    assert told[0] == ("sg, stepsize 0.5", 0, 6, None)
+
+
+def test_a_stage_says_how_long_it_takes_on_a_gpu():
+    arrays = images(QUICK)  # five steps an epoch
+    small = [tuning.Trial("sg", 0.1, epochs=epochs) for epochs in (10, 100)]
+    large = [tuning.Trial("sg", lr, epochs=10, model="alexnet") for lr in (0.1, 0.2)]
+    assert tuning.seconds(small, arrays, "cpu") is None
+    assert tuning.seconds(small, arrays, "cuda") == pytest.approx(tuning.BEFORE + 500 * tuning.SMALL)
+    assert tuning.seconds(large, arrays, "cuda") == pytest.approx(tuning.BEFORE + 100 * tuning.LARGE)
+    assert tuning.named(large) == "2 runs of sg, 10 epochs"
 
 
 def test_a_thin_plan_takes_the_middle():

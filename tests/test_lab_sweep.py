@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evenstep.lab import locking, records, sweep
+from evenstep.lab import locking, records, sweep, together
 from evenstep.lab.trial import Trial
 from small_images import small_arrays
 
@@ -32,8 +33,9 @@ def wanted(trials):
 @pytest.fixture
 def ran(monkeypatch):
     """What was run, in order, part by part."""
-    parts, really = [], sweep.run_chunk
-    monkeypatch.setattr(sweep, "run_chunk", lambda trials, *a: (parts.append(list(trials)), really(trials, *a))[1])
+    parts, train, run = [], together._training, sweep.run
+    monkeypatch.setattr(together, "_training", lambda trials, *a: (parts.append(list(trials)), train(trials, *a))[1])
+    monkeypatch.setattr(sweep, "run", lambda trial, *a: (parts.append([trial]), run(trial, *a))[1])
     return parts
 
 
@@ -54,6 +56,26 @@ def test_trials_that_are_alike_run_together(tmp_path, ran):
     assert ran == [EVEN[:3], EVEN[3:], [TRIALS[0]], [TRIALS[1]]]
     assert keys(found) == wanted(mixed) and {t.lr for t, _ in seen} == {t.lr for t in mixed} and len(seen) == len(mixed)
     assert [r["environment"].get("together") for r in found] == [3, None, 3, 3, 2, 2, None]
+
+
+def test_what_fails_stops_nothing_else(tmp_path, monkeypatch):
+    """An ensemble and a trial that is alone; the others are run and recorded, then the first error comes."""
+    out = tmp_path / "records.jsonl"
+    broken = Trial("evenstep", 0.1, epochs=1, batch_size=5, options={"damping": 0.5}), Trial("sg", 0.5, epochs=1)
+    for name, method in (("ensemble", "_ensemble"), ("alone", "run")):
+        module = together if name == "ensemble" else sweep
+        really = getattr(module, method)
+
+        def failing(trials, *arguments, name=name, really=really):
+            if broken[0] in trials if name == "ensemble" else trials == broken[1]:
+                raise RuntimeError(name)
+            return really(trials, *arguments)
+
+        monkeypatch.setattr(module, method, failing)
+    trials = [broken[0], replace(broken[0], lr=0.2), *EVEN, broken[1], *TRIALS]
+    with pytest.raises(RuntimeError, match="ensemble"):
+        sweep.sweep(trials, ARRAYS, out, at_once=2)
+    assert sorted(keys(records.read(out))) == sorted(wanted([*EVEN, *TRIALS]))
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, ran):

@@ -4,6 +4,7 @@ Members differ in stepsize and seed alone. One that diverges is frozen, and neve
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from evenstep.lab.convolution import as_matrix_products
+from evenstep.lab.data import Arrays, Text
+from evenstep.lab.evaluate import evaluate_members
 from evenstep.lab.stacked import Build, Stack, StackedCoordinates, StackedRule, along
 from evenstep.lab.watching import Seen, Tally
 from evenstep.shell import CoordinateOptimizer
 
 STREAMS = 8  # branches of a captured step in which members take turns
-FORWARDS = ("each", "vmap", "matmul")
+FORWARDS = ("each", "vmap")
 Found = tuple[Stack, Tensor, list[Seen]]  # gradients, losses, and what the layers saw
 
 
@@ -29,8 +31,8 @@ class Ensemble:
     """E members in training.
 
     `forward` is how their gradients are found: "each" runs the members' networks one after the other (on a GPU as
-    parallel branches of one graph), "vmap" all at once, with convolutions grouped by member, "matmul" all at once with
-    convolutions as matrix products. The optimizer's arithmetic is the same for all three.
+    parallel branches of one graph), "vmap" all at once, with convolutions grouped by member. The optimizer's arithmetic
+    is the same for both.
     """
 
     def __init__(
@@ -57,17 +59,15 @@ class Ensemble:
         self.full_rates, self.total = self.rates.clone(), torch.zeros_like(self.rates)
         self.alive = torch.ones(len(models), dtype=torch.bool, device=like.device)
         self.which = torch.tensor(self.source, device=like.device)
-        self.sample, self.model = copy.deepcopy(models[0]), copy.deepcopy(models[0]).train()
+        self.sample, self.model = copy.deepcopy(models[0]).eval(), copy.deepcopy(models[0]).train()
         optimizer = build(self.model, lr=rates[0])
         self.stacked: StackedCoordinates | StackedRule
         if isinstance(optimizer, CoordinateOptimizer):
             self.stacked = StackedCoordinates(self.model, optimizer, self.params, self.rates)
         else:
             self.stacked = StackedRule(self.model, build, self.params, self.rates)
-        if forward == "matmul":
-            as_matrix_products(self.model)
         self.shapes: dict[torch.Size, tuple[list[Tally], list[torch.Size]]] = {}
-        self.streams = [torch.cuda.Stream(like.device) for _ in range(STREAMS)] if like.is_cuda else []
+        self.streams = branches(like.device) if like.is_cuda and forward == "each" else []
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -90,8 +90,13 @@ class Ensemble:
         """Let members whose total is no longer finite rest from now on."""
         self.alive &= self.total.isfinite()
 
+    def scores(self, data: Arrays | Text) -> list[dict[str, float]]:
+        """What `evaluate.evaluate` gives for each member."""
+        members = {**self.params, **self.buffers}
+        return evaluate_members(self.sample, members, data, at_once=self.forward == "vmap")
+
     def member(self, e: int) -> nn.Module:
-        """Member `e` as a module: always the same one, with other weights."""
+        """Member `e` as a module in eval mode: always the same one, with other weights."""
         self.sample.load_state_dict({n: t[e] for n, t in {**self.params, **self.buffers}.items()}, strict=False)
         return self.sample
 
@@ -143,6 +148,12 @@ class Ensemble:
         batch = None if one else 0
         each = vmap(partial(self._one, grad), in_dims=(0, 0, 0, batch, batch))
         return each(self.params, self.buffers, self.stacked.centres, x, y)
+
+
+@functools.cache
+def branches(device: torch.device) -> list[torch.cuda.Stream]:
+    """The streams on which members take turns, the same for all ensembles: torch has 32 in all."""
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
 
 def stack(parts: Sequence[Mapping[str, Tensor]]) -> Stack:

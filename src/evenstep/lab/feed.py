@@ -1,15 +1,14 @@
-"""Batches of one epoch, and the score on the held-out part, for images and for text alike."""
+"""Batches of one epoch, for images and for text alike."""
 
 import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evenstep.lab.data import Arrays, Text, batches
-from evenstep.lab.evaluate import evaluate, evaluate_text
+from evenstep.lab.data import Arrays, Text, batches, sent
+from evenstep.lab.evaluate import CONTEXT
 
-CONTEXT = 128  # characters of text that a network sees
 TEXT_STEPS = 250  # what counts as an epoch of text, whose windows are drawn at random
 
 
@@ -28,12 +27,7 @@ def epoch(
     text = data.train.to(device)
     offsets = torch.arange(CONTEXT + 1, device=text.device)
     last = len(text) - len(offsets)
-    starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator).to(text.device)
-    for start in starts:
+    starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator)
+    for start in sent(starts, text.device):
         window = text[start + offsets]
         yield window[:, :-1], window[:, 1:]
-
-
-def score(model: nn.Module, data: Arrays | Text) -> dict[str, float]:
-    """`test_loss`, `test_accuracy` and `dead_share`; `data` must be on the model's device."""
-    return evaluate_text(model, data, CONTEXT) if isinstance(data, Text) else evaluate(model, data)

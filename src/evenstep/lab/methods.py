@@ -1,6 +1,6 @@
 """The methods that are compared: each a network with or without batch norm, an optimizer, and stepsizes to try."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +59,15 @@ class OwnBatchSGD(evenstep.WhitenedSGD):
     """Whitening by the mean and variance of the current batch itself, as batch norm takes them: App. D warns of it."""
 
     def _advance(self, blocks: list[Any], ok: Tensor | None) -> None:
+        """As ever, but first forget."""
+        self.forget(self.state.values())
+        super()._advance(blocks, ok)
+
+    def forget(self, states: Iterable[dict[str, Tensor]]) -> None:
         """Forget earlier batches: a layer that knows none uses its own, as at the first step."""
-        for state in self.state.values():
+        for state in states:
             if "mass" in state:
                 state["mass"].zero_()
-        super()._advance(blocks, ok)
 
 
 def _on_v(cls: type[evenstep.Whitened], base: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
@@ -88,8 +92,7 @@ METHODS: dict[str, Method] = {
         Method("canonical", "canonical", evenstep.CanonicalSGD, (3e-4, 1e-3, 3e-3, 1e-2)),
         Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
         Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),
-        # in CUDA graphs block by block, until the kernels have been captured on a GPU
-        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2), graph_options={"foreach": False}),
+        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2)),
         Method("evenstep-beta", "EvenStep, β of eq. 12", ScaledEvenStep, (0.05, 0.1, 0.2, 0.4)),
         Method(
             "whitened-adam",

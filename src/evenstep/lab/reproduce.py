@@ -9,13 +9,13 @@ import argparse
 import difflib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from evenstep.lab import usage
-from evenstep.lab.experiments import EXPERIMENTS, Options, Progress, Verdict
+from evenstep.lab.experiments import EXPERIMENTS, Options, Verdict
 from evenstep.lab.experiments.common import finished, silent
 
 
@@ -23,24 +23,37 @@ class OutOfTime(Exception):
     """The budget does not allow another piece of work."""
 
 
+Show = Callable[[str, int, int], None]
+"""Shows what is under way, and how many of how many runs are done."""
+
+
 class Clock:
     """Progress that stops an experiment when its next piece of work is not likely to end within the budget.
 
-    A piece is taken to last as long as the longest one so far; the first one always starts.
+    A piece is taken to last as long as it says (times how much longer one has lasted than it said), or else as long as
+    the longest one that did not say. The first one always starts.
     """
 
-    def __init__(self, budget_s: float | None, progress: Progress) -> None:
-        self.budget_s, self.progress = budget_s, progress
+    def __init__(self, budget_s: float | None, show: Show) -> None:
+        self.budget_s, self.show = budget_s, show
         self.start = self.last = time.perf_counter()
-        self.longest = 0.0
+        self.said: float | None = None
+        self.begun, self.longest, self.slower = False, 0.0, 1.0
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Between two pieces of work."""
+    def __call__(self, what: str, done: int, total: int, seconds: float | None = None) -> None:
+        """Between two pieces of work; with a `total` of 0 none of them begins now."""
         now = time.perf_counter()
-        self.longest, self.last = max(self.longest, now - self.last), now
-        if self.budget_s is not None and now - self.start + self.longest > self.budget_s:
+        taken, self.last = now - self.last, now
+        if self.said is None:
+            self.longest = max(self.longest, taken)
+        elif self.said > 0:
+            self.slower = max(self.slower, taken / self.said)
+        self.said = seconds if total else 0.0
+        expected = self.longest if seconds is None else self.slower * seconds
+        if self.begun and self.budget_s is not None and now - self.start + expected > self.budget_s:
             raise OutOfTime
-        self.progress(what, done, total)
+        self.begun |= total > 0
+        self.show(what, done, total)
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -59,10 +72,10 @@ def reproduce(
     out: Path,
     device: torch.device | str = "cpu",
     budget_s: float | None = None,
-    progress: Progress = silent,
+    show: Show = silent,
 ) -> list[str]:
     """Run the experiments into `out`; the names of those that the budget left unfinished."""
-    wanted, clock = chosen(names), Clock(budget_s, progress)
+    wanted, clock = chosen(names), Clock(budget_s, show)
     usage.writable_folder(out)
     for number, name in enumerate(wanted):
         try:
@@ -102,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = usage.usable_device(given.device)
         if device.type == "cuda":
             fast_cuda()
-        left = reproduce(given.experiments, options, given.out, device, given.budget, show())
+        left = reproduce(given.experiments, options, given.out, device, given.budget, shown())
     except usage.UsageError as error:
         print(f"reproduce: {error}", file=sys.stderr)
         return 2
@@ -116,8 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 3 if left else 0
 
 
-def show() -> Progress:
-    """Progress as lines with the seconds since the start."""
+def shown() -> Show:
+    """Lines with the seconds since the start."""
     start = time.perf_counter()
 
     def line(what: str, done: int, total: int) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from evenstep.lab import distributed, feed, records
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.evaluate import evaluate
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import Epoch, linear_decay, mean_loss
@@ -69,7 +70,7 @@ class Training:
             count += len(y)
         mean = total.item() / count
         row = {"epoch": len(self.rows) + 1, "train_loss": mean, "seconds": time.perf_counter() - start}
-        row |= {"steps": steps, "diverged": not math.isfinite(mean), **feed.score(self.model, self.arrays)}
+        row |= {"steps": steps, "diverged": not math.isfinite(mean), **evaluate(self.model, self.arrays)}
         self.rows.append(row)
         return row
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from evenstep import frames, proxies, update
 from evenstep.blocks import Block
+from evenstep.lab.methods import OwnBatchSGD
 from evenstep.lab.watching import Seen, Shown, Tally, Watcher
 from evenstep.moments import accumulation_dtype
 from evenstep.motion import displace
@@ -107,6 +108,8 @@ class StackedCoordinates:
     def step(self, grads: Stack, seen: Sequence[Seen], tallies: Sequence[Tally], alive: Tensor) -> None:
         """Move the members that are alive and whose gradients are finite; then their batch joins the moments."""
         self.tallies = tallies
+        if isinstance(self.optimizer, OwnBatchSGD):
+            self.optimizer.forget(self.state.values())
         ok = vmap(finite)(list(grads.values())) & alive
         members = Member(self.params, self.state, list(seen), self.rates, self.ratios, ok)
         moving, on_v = vmap(self._to_v)(members, grads)

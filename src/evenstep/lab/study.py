@@ -22,7 +22,8 @@ import torch
 from evenstep.lab import records
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.summary import final_loss
-from evenstep.lab.sweep import OnEpoch, OnRecord, chunks, config, key, known, most_members, run_chunk
+from evenstep.lab.sweep import OnRecord, chunks, config, key, known, most_members, run_chunks
+from evenstep.lab.together import OnEpoch
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 
@@ -59,8 +60,9 @@ def run(
                 if (record := found.get(key(board.configs[k]))) is not None:
                     board.finish(k, record)
                     taken.remove(k)
-            for chunk in chunks([trials[k] for k in taken], arrays, device, members):
-                for record in run_chunk(chunk, arrays, device, on_epoch):
+            parts = chunks([trials[k] for k in taken], arrays, device, members)
+            for finished in run_chunks(parts, arrays, device, on_epoch):
+                for record in finished:
                     record = records.append(out, record, once=True)
                     board.finish(board.configs.index(record["config"]), record)
                     if on_record is not None:

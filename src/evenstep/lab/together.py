@@ -1,52 +1,33 @@
 """Trials that differ in stepsize and seed alone, trained as one ensemble: the same records, in a fraction of the time.
 
-On a GPU a step is one CUDA graph, whose inputs lie in tensors that stay in place.
+On a GPU several ensembles train at the same time (`turns`), the steps of each as CUDA graphs (`captured`).
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.lab import feed, records
+from evenstep.lab.captured import Steps
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.ensemble import Ensemble
-from evenstep.lab.methods import METHODS
+from evenstep.lab.methods import METHODS, OwnBatchSGD
 from evenstep.lab.models import MODELS
 from evenstep.lab.stacked import elementwise, linear, of_base
 from evenstep.lab.train import CHECK_EVERY, Epoch, linear_decay
 from evenstep.lab.trial import Trial
+from evenstep.lab.turns import Work, in_turn
 from evenstep.shell import CoordinateOptimizer
 from evenstep.whitened import Whitened
 
-WARM_UP = 3  # steps made eagerly before a graph is captured: state is made, libraries choose their algorithms
+AT_ONCE = 12  # ensembles under way on a GPU; one after the other elsewhere
 
-
-class Captured:
-    """`compute(x, y)` for inputs of one shape, as a CUDA graph: eager at first, then captured, then replayed."""
-
-    def __init__(self, compute: Callable[[Tensor, Tensor], None], x: Tensor, y: Tensor) -> None:
-        """`x` and `y` give the shapes."""
-        self.compute, self.x, self.y = compute, torch.empty_like(x), torch.empty_like(y)
-        self.graph, self.calls = torch.cuda.CUDAGraph(), 0
-
-    def __call__(self, x: Tensor, y: Tensor) -> None:
-        """The next call, on the current stream, which must not be the default one."""
-        self.x.copy_(x)
-        self.y.copy_(y)
-        if self.calls < WARM_UP:
-            self.compute(self.x, self.y)
-        elif self.calls == WARM_UP:
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.compute(self.x, self.y)
-        if self.calls >= WARM_UP:
-            self.graph.replay()
-        self.calls += 1
+OnEpoch = Callable[[Trial, Epoch], None]
 
 
 def alike(trial: Trial) -> str:
@@ -76,7 +57,7 @@ def why_not(trial: Trial, data: Arrays | Text) -> str | None:
     if isinstance(optimizer, Whitened):
         if not all(linear(of_base(rule)) for rule in (optimizer._base, optimizer._plain)):
             return f"{optimizer._base.name}'s steps are not linear in lr"
-    elif type(optimizer)._advance is not CoordinateOptimizer._advance:
+    elif type(optimizer)._advance is not CoordinateOptimizer._advance and not isinstance(optimizer, OwnBatchSGD):
         return f"{type(optimizer).__name__} looks at the whole network"
     if group["maximize"] or group.get("reduction", "mean") != "mean":
         return "the loss of an ensemble is a mean, to be made small"
@@ -90,23 +71,41 @@ def run_together(
     device: torch.device | str = "cpu",
     *,
     forward: str | None = None,
-    on_epoch: Callable[[Trial, Epoch], None] | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> list[records.Record]:
     """The records of `trials`, in their order; they may differ in stepsize and seed alone.
 
-    What a record holds is what `trial.run` gives, but `seconds` is a member's share of the time of all, whose number
-    is in its environment as `together`. `forward` is the ensemble's, by default what is fastest on the device.
+    What a record holds is what `trial.run` gives, but `seconds` is a member's share of the time of all that ran, whose
+    number is in its environment as `together`. `forward` is the ensemble's, by default what is fastest on the device.
     """
-    device = torch.device(device)
-    with _stream(device):
-        data = data.to(device)
-        rows = _train(trials, data, _ensemble(trials, data, device, forward), on_epoch)
-    found = [
-        records.make({**asdict(t), "data": data.name}, t.seed, r, device) for t, r in zip(trials, rows, strict=True)
-    ]
-    for record in found:
-        record["environment"]["together"] = len(trials)
-    return found
+    return next(run_interleaved([trials], data, device, forward=forward, on_epoch=on_epoch))
+
+
+def run_interleaved(
+    parts: Iterable[Sequence[Trial]],
+    data: Arrays | Text,
+    device: torch.device | str = "cpu",
+    *,
+    at_once: int | None = None,
+    forward: str | None = None,
+    on_epoch: OnEpoch | None = None,
+) -> Iterator[list[records.Record]]:
+    """The records of several ensembles, as `run_together` gives them, each as soon as it is finished.
+
+    Up to `at_once` are under way, a step of each in turn; a part is asked for when there is room for it. An ensemble
+    that fails stops no other, and its exception is raised in the end.
+    """
+    device, company = torch.device(device), Company()
+    data = data.to(device)
+    works = (_training(trials, data, device, forward, on_epoch, company) for trials in parts)
+    return in_turn(works, device, at_once or (AT_ONCE if device.type == "cuda" else 1))
+
+
+@dataclass
+class Company:
+    """How many members share the device at the moment."""
+
+    members: int = 0
 
 
 def best_forward(model: nn.Module, device: torch.device) -> str:
@@ -116,19 +115,7 @@ def best_forward(model: nn.Module, device: torch.device) -> str:
     """
     small = sum(p.numel() for p in model.parameters()) < 1_000_000
     attends = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-    return "matmul" if device.type == "cuda" and small and not attends else "each"
-
-
-@contextmanager
-def _stream(device: torch.device) -> Iterator[None]:
-    """A stream of our own on a GPU: steps cannot be captured on the default one."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    return "vmap" if device.type == "cuda" and small and not attends else "each"
 
 
 def _model(trial: Trial, data: Arrays | Text) -> nn.Module:
@@ -160,16 +147,42 @@ def _ensemble(trials: Sequence[Trial], data: Arrays | Text, device: torch.device
     )
 
 
+def _training(
+    trials: Sequence[Trial],
+    data: Arrays | Text,
+    device: torch.device,
+    forward: str | None,
+    on_epoch: OnEpoch | None,
+    company: Company,
+) -> Work[list[records.Record]]:
+    """Train an ensemble step by step, and make its records."""
+    company.members += len(trials)
+    try:
+        rows, most = yield from _train(trials, data, _ensemble(trials, data, device, forward), on_epoch, company)
+    finally:
+        company.members -= len(trials)
+    found = [
+        records.make({**asdict(t), "data": data.name}, t.seed, r, device) for t, r in zip(trials, rows, strict=True)
+    ]
+    for record in found:
+        record["environment"]["together"] = most
+    return found
+
+
 def _train(
     trials: Sequence[Trial],
     data: Arrays | Text,
     ensemble: Ensemble,
-    on_epoch: Callable[[Trial, Epoch], None] | None,
-) -> list[list[Epoch]]:
-    """Rows of each member; a member's end with the epoch in which its loss ceases to be finite."""
+    on_epoch: OnEpoch | None,
+    company: Company,
+) -> Work[tuple[list[list[Epoch]], int]]:
+    """Rows of each member, and how many members shared the device at most; yields after every step.
+
+    A member's rows end with the epoch in which its loss ceases to be finite.
+    """
     first, device = trials[0], ensemble.rates.device
     generators = [torch.Generator().manual_seed(seed) for seed in dict.fromkeys(t.seed for t in trials)]
-    steps, captured = feed.steps_per_epoch(data, first.batch_size), {}
+    steps, step, most = feed.steps_per_epoch(data, first.batch_size), Steps(ensemble.step), len(trials)
     rows: list[list[Epoch]] = [[] for _ in trials]
     for number in range(first.epochs):
         running = [e for e, mine in enumerate(rows) if not (mine and mine[-1]["diverged"])]
@@ -179,26 +192,22 @@ def _train(
         ensemble.total.zero_()
         sources = [feed.epoch(data, first.batch_size, g, device, first.augment) for g in generators]
         for k, batches in enumerate(zip(*sources, strict=True)):
-            x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
+            x, y = (torch.stack(parts) if len(parts) > 1 else parts[0][None] for parts in zip(*batches, strict=True))
             if first.decay_lr:
                 ensemble.scale_rates(linear_decay((number * steps + k) / (first.epochs * steps)))
-            if device.type == "cuda":
-                if x.shape not in captured:
-                    captured[x.shape] = Captured(ensemble.step, x, y)
-                captured[x.shape](x, y)
-            else:
-                ensemble.step(x, y)
+            step(x, y)
             count += y.shape[1]
             if k % CHECK_EVERY == 0:
                 ensemble.freeze_diverged()
+            yield
         losses = (ensemble.total / count).tolist()
         ensemble.freeze_diverged()
-        seconds = (time.perf_counter() - start) / len(trials)
+        most = max(most, company.members)
+        seconds, scores = (time.perf_counter() - start) / company.members, ensemble.scores(data)
         for e in running:
             row = {"epoch": number + 1, "train_loss": losses[e], "seconds": seconds}
-            row |= {"steps": steps, "diverged": not math.isfinite(losses[e])}
-            row |= feed.score(ensemble.member(e), data)
+            row |= {"steps": steps, "diverged": not math.isfinite(losses[e]), **scores[e]}
             rows[e].append(row)
             if on_epoch is not None:
                 on_epoch(trials[e], row)
-    return rows
+    return rows, most

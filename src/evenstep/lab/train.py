@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from evenstep.lab import distributed, feed
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.evaluate import evaluate
 
 Epoch = dict[str, Any]
 CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait
@@ -63,7 +64,7 @@ def train(
         start = time.perf_counter()
         loss = _train_epoch(network, optimizer, data, before_step, after_step)
         row = {"epoch": len(rows) + 1, "train_loss": loss, "seconds": time.perf_counter() - start}
-        row |= {"steps": steps, "diverged": not math.isfinite(loss), **feed.score(model, arrays)}
+        row |= {"steps": steps, "diverged": not math.isfinite(loss), **evaluate(model, arrays)}
         rows.append(row)
         if on_epoch is not None:
             on_epoch(row)

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ class UsageError(Exception):
 
 
 def usable_device(name: str) -> torch.device:
-    """The device called `name`, if this torch and this machine have it."""
+    """The device called `name`, if this torch and this machine have it; a GPU is told to expect many streams."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when the GPU is used for the first time
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).add_(1).item()  # does it compute, and give back what it computed?

@@ -3,7 +3,7 @@
 from .arrays import Arrays, Text
 from .cifar import CIFAR_CLASSES, cifar10
 from .fashion import FASHION_CLASSES, FASHION_FILE, fashion_mnist, fashion_mnist_subset
-from .feeding import augmented, batches, crop_and_flip, cutout
+from .feeding import augmented, batches, crop_and_flip, cutout, sent
 from .folder import image_folder
 from .loading import NAMES, find, load
 from .text import text_file
@@ -25,5 +25,6 @@ __all__ = [
     "find",
     "image_folder",
     "load",
+    "sent",
     "text_file",
 ]

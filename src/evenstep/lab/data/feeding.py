@@ -23,9 +23,16 @@ def batches(
     The order and what `augmented` draws come from `generator`, on the CPU: the same on every device.
     """
     arrays = arrays.to(device)
-    order = torch.randperm(len(arrays.train_y), generator=generator).to(device)
-    for rows in order.split(batch_size):
+    order = torch.randperm(len(arrays.train_y), generator=generator)
+    for rows in sent(order, device).split(batch_size):
         yield augmented(arrays.normalize(arrays.train_x[rows]), generator, augment), arrays.train_y[rows]
+
+
+def sent(drawn: Tensor, device: torch.device | str) -> Tensor:
+    """What was drawn on the CPU, on the device; a GPU gets it without making the program wait."""
+    if torch.device(device).type != "cuda":
+        return drawn.to(device)
+    return drawn.pin_memory().to(device, non_blocking=True)
 
 
 def augmented(x: Tensor, generator: torch.Generator, how: bool | str = True) -> Tensor:
@@ -48,8 +55,8 @@ def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4, flip: 
     What moves in is the image's own reflection: a border of one colour would be there in training alone.
     """
     count, _, height, width = x.shape
-    shift = torch.randint(0, 2 * margin + 1, (2, count, 1), generator=generator).to(x.device)
-    mirrored = torch.randint(0, 2 if flip else 1, (count, 1), generator=generator).bool().to(x.device)
+    shift = sent(torch.randint(0, 2 * margin + 1, (2, count, 1), generator=generator), x.device)
+    mirrored = sent(torch.randint(0, 2 if flip else 1, (count, 1), generator=generator).bool(), x.device)
     rows = torch.arange(height, device=x.device) + shift[0]
     columns = torch.arange(width, device=x.device) + shift[1]
     columns = torch.where(mirrored, columns.flip(1), columns)
@@ -61,8 +68,8 @@ def crop_and_flip(x: Tensor, generator: torch.Generator, margin: int = 4, flip: 
 def cutout(x: Tensor, generator: torch.Generator, side: int = 8) -> Tensor:
     """Each image with one square of `side` pixels set to zero; its centre is any pixel, so borders may cut it."""
     count, _, height, width = x.shape
-    top = torch.randint(0, height, (count, 1), generator=generator).to(x.device) - side // 2
-    left = torch.randint(0, width, (count, 1), generator=generator).to(x.device) - side // 2
+    top = sent(torch.randint(0, height, (count, 1), generator=generator), x.device) - side // 2
+    left = sent(torch.randint(0, width, (count, 1), generator=generator), x.device) - side // 2
     rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
     in_rows, in_columns = (rows >= top) & (rows < top + side), (columns >= left) & (columns < left + side)
     return x.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)

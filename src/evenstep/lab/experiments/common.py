@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,11 +16,15 @@ from evenstep.lab.usage import UsageError
 
 QUICK_IMAGES = 320  # training images of a quick run: five steps of 64; and one test image in ten
 
-Progress = Callable[[str, int, int], None]
-"""Told between two pieces of work what is under way, and how many of how many runs are done.
 
-All finished runs are in the file by then, so raising from it is the way to stop early.
-"""
+class Progress(Protocol):
+    """Told between two pieces of work what is under way, and how many of how many runs are done.
+
+    All finished runs are in the file by then, so raising from it is the way to stop early.
+    """
+
+    def __call__(self, what: str, done: int, total: int, seconds: float | None = None) -> None:
+        """`seconds` is how long the piece is expected to take, where that is known."""
 
 
 class Verdict(NamedTuple):
@@ -55,7 +59,7 @@ class Options:
     seed: int = 0
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(what: str, done: int, total: int, seconds: float | None = None) -> None:
     """No progress shown."""
 
 

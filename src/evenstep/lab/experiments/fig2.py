@@ -24,6 +24,7 @@ from evenstep.lab.experiments.tuning import (
     Plan,
     at_best,
     best_rate,
+    doubled,
     first_failure,
     losses,
     rates_table,
@@ -36,23 +37,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNGUARDED = {"fresh_max": None, "trust": None}
-SG = Contender("SG", "sg", (0.0125, 0.025, 0.05, 0.1, 0.2))
-FAN_IN = Contender("SG ÷ √(n·S)", "fan-in", (0.625, 1.25, 2.5, 5.0, 10.0))
-BATCH_NORM = Contender("SG + batch norm", "batch-norm", (0.05, 0.1, 0.2, 0.4, 0.8))
-WHITENING = Contender("whitening (the paper's)", "whitening", (0.05, 0.1, 0.2, 0.4, 0.8), UNGUARDED)
-CANONICAL = Contender("canonical (the paper's)", "canonical", (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4), UNGUARDED)
-GUARDED = Contender("whitening, guarded", "whitening", (0.4, 0.8, 1.6, 3.2, 6.4))
-GUARDED_CANONICAL = Contender("canonical, guarded", "canonical", (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3))
-EVENSTEP = Contender("EvenStep", "evenstep", (0.00625, 0.0125, 0.025, 0.05, 0.1))
+SG = Contender("SG", "sg", doubled(0.00625))
+FAN_IN = Contender("SG ÷ √(n·S)", "fan-in", doubled(0.3125))
+BATCH_NORM = Contender("SG + batch norm", "batch-norm", doubled(0.025))
+WHITENING = Contender("whitening (the paper's)", "whitening", doubled(0.025), UNGUARDED)
+CANONICAL = Contender("canonical (the paper's)", "canonical", doubled(1.25e-05), UNGUARDED)
+GUARDED = Contender("whitening, guarded", "whitening", doubled(0.2))
+GUARDED_CANONICAL = Contender("canonical, guarded", "canonical", doubled(0.000125))
+EVENSTEP = Contender("EvenStep", "evenstep", doubled(0.003125))
 PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, EVENSTEP)
 CONTENDERS = (*PAPERS, *OURS)
 FULL: dict[str, Any] = {"epochs": 40, "batch_size": 64}
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 64}
 SETTING = (
     "C6(5x5)-P-C16(5x5)-P-F120-F84-F10, PyTorch's first weights, batch 64, 40 epochs, constant stepsize: the lowest "
-    "training loss of the last epoch on one seed, from a grid of factor 2 that grows until its best has a worse "
-    "neighbour on both sides; then two further seeds. The paper's own methods run without guards (damping 0.1 is our "
-    'reading of its "suitable range"); guarded whitening, guarded canonical scaling and `EvenStep` are our addition.'
+    "training loss of the last epoch on one seed, from seven stepsizes of factor 2, and an eighth beyond an end if the "
+    "best lies there; then two further seeds. The paper's own methods run without guards (damping 0.1 is our reading "
+    'of its "suitable range"); guarded whitening, guarded canonical scaling and `EvenStep` are our addition.'
 )
 
 

@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import evenstep
+from evenstep.lab import feed
+from evenstep.lab.captured import WARM_UP, Steps, own_stream
 from evenstep.lab.data import Arrays
 from evenstep.lab.evaluate import evaluate
 from evenstep.lab.experiments.common import (
@@ -32,7 +35,6 @@ from evenstep.lab.experiments.common import (
     stored,
 )
 from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.graphed import WARM_UP, Feed, Member
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.records import Record
@@ -58,36 +60,24 @@ SETTING = (
 )
 
 
-class Runner(Protocol):
-    """A network in training: `graphed.Member` on a GPU, `Eager` elsewhere."""
+class Runner:
+    """A trial under way on the device that holds `arrays`, from `model` if one is given; its stepsize is constant."""
 
-    model: nn.Module
-
-    def step(self, share_done: float) -> None:
-        """One step on the feed's batch."""
-
-
-class Eager:
-    """One trial, step by step: what `graphed.Member` is without a GPU."""
-
-    def __init__(self, trial: Trial, feed: Feed, model: nn.Module | None = None) -> None:
-        method = METHODS[trial.method]
+    def __init__(self, trial: Trial, arrays: Arrays, model: nn.Module | None = None) -> None:
+        method, device = METHODS[trial.method], arrays.train_x.device
         torch.manual_seed(trial.seed)
         if model is None:
-            model = MODELS[trial.model](feed.arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
-        self.model, self.feed = model.to(feed.x.device).train(), feed
-        self.optimizer = method.optimizer(self.model, lr=trial.lr, **trial.options)
+            model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
+        self.model = model.to(device).train()
+        graph_options = method.graph_options if device.type == "cuda" else {}
+        self.optimizer = method.optimizer(self.model, lr=trial.lr, **graph_options, **trial.options)
+        self.step = Steps(self.compute)
 
-    def step(self, share_done: float) -> None:
-        """One step; the stepsize is constant."""
-        self.optimizer.zero_grad()
-        functional.cross_entropy(self.model(self.feed.x), self.feed.y).backward()
+    def compute(self, x: Tensor, y: Tensor) -> None:
+        """One training step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(self.model(x), y).backward()
         self.optimizer.step()
-
-
-def runner(trial: Trial, feed: Feed, model: nn.Module | None = None) -> Runner:
-    """What trains `trial` on the feed's device, from `model` if one is given."""
-    return Member(trial, feed, model) if feed.x.is_cuda else Eager(trial, feed, model)
 
 
 def train(first: Trial, then: Trial | None, arrays: Arrays, swept: Arrays) -> list[dict[str, Any]]:
@@ -95,37 +85,35 @@ def train(first: Trial, then: Trial | None, arrays: Arrays, swept: Arrays) -> li
 
     `swept` has for its test set the images to be swept after each epoch.
     """
-    feed = Feed(arrays, first.seed, first.batch_size, bool(first.augment))
-    member, rows = runner(first, feed), []
+    runner, rows = Runner(first, arrays), list[dict[str, Any]]()
+    generator = torch.Generator().manual_seed(first.seed)
     for number in range(first.epochs):
         if number == 1 and then is not None:
-            member = runner(then, feed, evenstep.fold_batchnorm(member.model))
-        seconds = epoch_seconds(member, feed, (number, first.epochs))
-        loss = evaluate(member.model, swept, 1000)["test_loss"]
-        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": loss})
-        rows[-1] |= evaluate(member.model, arrays, 1000)
+            runner = Runner(then, arrays, evenstep.fold_batchnorm(runner.model))
+        seconds = epoch_seconds(runner, first, arrays, generator)
+        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": evaluate(runner.model, swept)["test_loss"]})
+        rows[-1] |= evaluate(runner.model, arrays)
     return rows
 
 
-def epoch_seconds(member: Runner, feed: Feed, place: tuple[int, int]) -> float:
-    """Train one epoch; its seconds, the first steps (on a GPU they capture a graph) counted like the others."""
-    number, epochs = place
-    settled, start = min(WARM_UP + 2, feed.steps - 1), 0.0
-    for k, _ in enumerate(feed.epoch()):
+def epoch_seconds(runner: Runner, trial: Trial, arrays: Arrays, generator: torch.Generator) -> float:
+    """Train one epoch of whole batches; its seconds, the first steps (a GPU captures there) counted like the others."""
+    device, steps = arrays.train_x.device, len(arrays.train_y) // trial.batch_size
+    settled, start = min(WARM_UP + 2, steps - 1), 0.0
+    batches = feed.epoch(arrays, trial.batch_size, generator, device, trial.augment)
+    for k, (x, y) in enumerate(islice(batches, steps)):
         if k == settled:
-            wait(feed)
+            wait(device)
             start = time.perf_counter()
-        member.step((number + k / feed.steps) / epochs)
-        if isinstance(member, Member):
-            torch.cuda.current_stream().wait_stream(member.stream)
-    wait(feed)
-    return (time.perf_counter() - start) * feed.steps / (feed.steps - settled)
+        runner.step(x, y)
+    wait(device)
+    return (time.perf_counter() - start) * steps / (steps - settled)
 
 
-def wait(feed: Feed) -> None:
+def wait(device: torch.device) -> None:
     """Until a GPU is done."""
-    if feed.x.is_cuda:
-        torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
@@ -143,7 +131,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
         config: dict[str, Any] = {"experiment": "fig3", "name": name, "data": arrays.name, "first": asdict(first)}
         config["then"] = None if then is None else asdict(then)
         make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
-        with failures_expected():
+        with failures_expected(), own_stream(device):
             found.append(stored(out, config, options.seed, make, device))
 
     for lr in rates:

@@ -1,21 +1,23 @@
 """Trainings at many stepsizes, the best of them on further seeds: what the paper's figures compare."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from evenstep.lab.data import Arrays
 from evenstep.lab.experiments.common import Progress, failures_expected, spread
+from evenstep.lab.feed import steps_per_epoch
 from evenstep.lab.records import Record, dumps
 from evenstep.lab.summary import final_loss
-from evenstep.lab.sweep import sweep
+from evenstep.lab.sweep import config, key, known, sweep
 from evenstep.lab.trial import Trial
 
-PIECE = {"cuda": 24}  # trials that are started together at most; one at a time elsewhere
+SMALL, LARGE = 0.005, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
+BEFORE = 15.0  # seconds until all of a stage's graphs are captured
 
 Score = Callable[[Record], float]
 
@@ -54,7 +56,7 @@ class Plan:
     """How thoroughly to tune: seeds (the first picks the stepsize), and how far a grid may grow beyond its ends."""
 
     seeds: int = 3
-    growth: int = 3
+    growth: int = 1
     thin: int | None = None  # only so many of each contender's stepsizes, from the middle
 
     def grid(self, contender: Contender) -> tuple[float, ...]:
@@ -66,13 +68,13 @@ class Plan:
         return rates[start : start + self.thin]
 
 
-def decades(low: float, high: float, count: int) -> tuple[float, ...]:
-    """`count` stepsizes from `low` to `high` in a constant ratio, to three digits.
+def doubled(low: float, count: int = 7) -> tuple[float, ...]:
+    """`count` stepsizes from `low` on, each twice the one before.
 
-    >>> decades(0.1, 10, 5)
-    (0.1, 0.316, 1.0, 3.16, 10.0)
+    >>> doubled(0.1, 3)
+    (0.1, 0.2, 0.4)
     """
-    return tuple(float(f"{low * (high / low) ** (k / (count - 1)):.3g}") for k in range(count))
+    return tuple(low * 2**k for k in range(count))
 
 
 def tuned(
@@ -87,52 +89,98 @@ def tuned(
     score: Score = final_loss,
     **settings: Any,
 ) -> list[Record]:
-    """Records of every contender at every stepsize, then of its best stepsize on further seeds.
+    """Records of every contender at every stepsize, then of its best stepsize on further seeds; as `all_tuned`."""
+    entrants = [Entrant(c, settings) for c in contenders]
+    return all_tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=seed, score=score)
 
-    A grid whose best stepsize is at an end grows there, one stepsize at a time and at most `plan.growth` times, so
-    that the best one has a worse neighbour on both sides. What `out` holds already is not run again.
+
+class Entrant(NamedTuple):
+    """A contender with the settings of its trials."""
+
+    contender: Contender
+    settings: dict[str, Any]
+
+    def trials(self, rates: Iterable[float], seeds: Iterable[int]) -> list[Trial]:
+        """One for each stepsize and seed."""
+        return [self.contender.trial(lr, seed=seed, **self.settings) for lr in rates for seed in seeds]
+
+
+def all_tuned(
+    entrants: Sequence[Entrant],
+    plan: Plan,
+    arrays: Arrays,
+    out: Path,
+    *,
+    device: torch.device | str,
+    progress: Progress,
+    seed: int = 0,
+    score: Score = final_loss,
+) -> list[Record]:
+    """Records of every entrant at every stepsize of its grid, then of its best stepsize on further seeds.
+
+    A grid whose best stepsize is at an end grows there, one stepsize at a time and at most `plan.growth` times. The
+    last time the further seeds are run as well, at both stepsizes that may turn out best: all entrants run together in
+    few stages, since on a GPU it is the number of stages that takes time. What `out` holds already is not run again.
     """
-    grids = {c.label: plan.grid(c) for c in contenders}
+    seeds = range(seed, seed + plan.seeds)
 
-    def run(trials: list[Trial]) -> list[Record]:
-        return in_pieces(trials, arrays, out, device=device, progress=progress)
+    def stage(wanted: Sequence[Iterable[float]], seeds: Iterable[int]) -> list[list[Record]]:
+        trials = [e.trials(rates, seeds) for e, rates in zip(entrants, wanted, strict=True)]
+        found = iter(in_stage([t for mine in trials for t in mine], arrays, out, device=device, progress=progress))
+        return [[next(found) for _ in mine] for mine in trials]
 
-    def first_seed() -> list[Trial]:
-        return [c.trial(lr, seed=seed, **settings) for c in contenders for lr in grids[c.label]]
+    def ends(records: list[Record]) -> list[float]:
+        further = beyond(records, score)
+        return [] if further is None else [further]
 
-    records = run(first_seed())
-    for _ in range(plan.growth):
-        grown = {c.label: beyond(c.mine(records), score) for c in contenders}
-        if not any(grown.values()):
+    found = stage([plan.grid(e.contender) for e in entrants], [seed])
+    for _ in range(plan.growth - 1):
+        grown = [ends(mine) for mine in found]
+        if not any(grown):
             break
-        for label, lr in grown.items():
-            grids[label] = tuple(sorted({*grids[label], *([lr] if lr else [])}))
-        records = run(first_seed())
-    rest = [
-        replace(c.trial(best_rate(c.mine(records), score), **settings), seed=seed + k)
-        for k in range(1, plan.seeds)
-        for c in contenders
-    ]
-    return records + run(rest)
+        found = [mine + more for mine, more in zip(found, stage(grown, [seed]), strict=True)]
+    grown = [ends(mine) if plan.growth else [] for mine in found]
+    last = stage([[best_rate(mine, score), *more] for mine, more in zip(found, grown, strict=True)], seeds)
+    every = [r for mine in (*found, *last) for r in mine]
+    return list({(dumps(r["config"]), r["seed"]): r for r in every}.values())
 
 
-def in_pieces(
+def in_stage(
     trials: list[Trial], arrays: Arrays, out: Path, *, device: torch.device | str, progress: Progress
 ) -> list[Record]:
-    """The records of all trials, in order; `progress` is told before each piece, and may stop there by raising.
+    """The records of all trials, in order; `progress` is told before each piece of work, and may stop there by raising.
 
-    A piece has trials that differ in stepsize and seed alone: those that can be trained together.
+    On a GPU all that is missing is one piece, elsewhere each trial.
     """
-    arrays, size, done = arrays.to(device), PIECE.get(torch.device(device).type, 1), 0
-    alike: dict[str, list[Trial]] = {}
-    for trial in trials:
-        alike.setdefault(dumps({**asdict(trial), "lr": 0, "seed": 0}), []).append(trial)
-    for piece in [group[k : k + size] for group in alike.values() for k in range(0, len(group), size)]:
-        progress(f"{piece[0].method}, stepsize {', '.join(f'{t.lr:g}' for t in piece)}", done, len(trials))
+    arrays, found = arrays.to(device), known(out)
+    missing = [t for t in trials if key(config(t, arrays)) not in found]
+    size = max(1, len(missing)) if torch.device(device).type == "cuda" else 1
+    for k in range(0, len(missing), size):
+        piece = missing[k : k + size]
+        progress(named(piece), len(trials) - len(missing) + k, len(trials), seconds(piece, arrays, device))
         with failures_expected():
             sweep(piece, arrays, out, device=device)
-        done += len(piece)
     return sweep(trials, arrays, out, device=device)
+
+
+def named(trials: Sequence[Trial]) -> str:
+    """What is run, in a few words."""
+    methods = ", ".join(dict.fromkeys(t.method for t in trials))
+    if len(trials) == 1:
+        return f"{methods}, stepsize {trials[0].lr:g}"
+    return f"{len(trials)} runs of {methods}, {max(t.epochs for t in trials)} epochs"
+
+
+def seconds(trials: Sequence[Trial], arrays: Arrays, device: torch.device | str) -> float | None:
+    """About how long the trials take on a GPU, rather too long; elsewhere it is not known.
+
+    Runs of the paper's CNN take as long together as the longest of them; those of larger networks share the device.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    steps = [(t.model == "paper_cnn", t.epochs * steps_per_epoch(arrays, t.batch_size)) for t in trials]
+    longest = max((count for small, count in steps if small), default=0)
+    return BEFORE + SMALL * longest + LARGE * sum(count for small, count in steps if not small)
 
 
 def beyond(records: Sequence[Record], score: Score = final_loss) -> float | None:
