@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-browser test-integrations test-all compatibility check format clean
+.PHONY: demo test test-slow test-gpu test-browser test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -12,7 +12,7 @@ test: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2
 
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow
 
 test-browser: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_lab_browser.py
@@ -21,7 +21,7 @@ test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu
 
 test-integrations: .venv-integrations/.installed
-	.venv-integrations/bin/python -m pytest -q -m integrations tests/integrations
+	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations
 
 test-all: test test-slow test-integrations
 
@@ -29,7 +29,12 @@ FEATURES := -q -m "feature and not gpu" -o addopts="" --strict-markers
 compatibility: .venv/.installed-dev .venv-integrations/.installed
 	mkdir -p results/compatibility
 	$(BIN)/python -m pytest $(FEATURES) -n 2 tests --features results/compatibility/core.json
-	.venv-integrations/bin/python -m pytest $(FEATURES) tests/integrations --features results/compatibility/integrations.json
+	.venv-integrations/bin/python -m pytest $(FEATURES) -n 2 tests/integrations --features results/compatibility/integrations.json
+	$(BIN)/python scripts/compatibility.py
+
+compatibility-gpu: .venv/.installed-dev
+	mkdir -p results/compatibility
+	$(BIN)/python -m pytest -q -m "feature and gpu" -o addopts="" --strict-markers tests/test_graphs.py --features results/compatibility/gpu.json
 	$(BIN)/python scripts/compatibility.py
 
 check: .venv/.installed-dev

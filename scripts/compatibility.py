@@ -1,6 +1,7 @@
 """Write docs/compatibility.md from the records of tests that ran, results/compatibility/*.json.
 
-`make compatibility` runs the tests and then this. A record is what `pytest --features FILE` writes.
+`make compatibility` runs the tests and then this, `make compatibility-gpu` those that need a GPU. A record is what
+`pytest --features FILE` writes.
 """
 
 import json
@@ -22,16 +23,26 @@ HEAD = """# What works with what
 
 Made by `make compatibility` from tests that ran: a cell counts the tests that passed for a feature with an optimizer. A
 letter stands for tests that were skipped, and why; an empty cell has no test of its own."""
+SECTIONS = {
+    "core": ("Core", "make compatibility"),
+    "integrations": ("Trainers and libraries", "make compatibility"),
+    "gpu": ("On a GPU", "make compatibility-gpu"),
+}
 
 
 def page(records: dict[str, dict[str, Any]]) -> str:
-    """The whole page: a table per record, reasons below."""
+    """The whole page: a table per record, or a word where there is none; reasons below."""
     reasons: dict[str, str] = {}
     parts = [HEAD]
-    for name, record in records.items():
-        parts.append(f"## {name.capitalize()}\n\ntorch {record['torch']}, {record['device']}")
-        parts.append(table(record["rows"], reasons))
-    parts.append("\n".join(f"- {letter}: {reason}" for reason, letter in reasons.items()))
+    for name, (title, command) in SECTIONS.items():
+        if name in records:
+            record = records[name]
+            parts.append(f"## {title}\n\ntorch {record['torch']}, {record['device']} (`{command}`)")
+            parts.append(table(record["rows"], reasons))
+        else:
+            parts.append(f"## {title}\n\nNot recorded: `{command}` has not been run.")
+    if reasons:
+        parts.append("## Skipped, and why\n\n" + "\n".join(f"- {why[1]}: {why[0]}" for why in reasons.items()))
     return "\n\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -53,9 +64,9 @@ def cell(row: dict[str, Any], reasons: dict[str, str]) -> str:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The records by name, core first."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "core", path.stem))
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    """The records that are there, by the name of their section."""
+    paths = {name: folder / f"{name}.json" for name in SECTIONS}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
 if __name__ == "__main__":

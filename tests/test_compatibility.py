@@ -1,6 +1,7 @@
 """docs/compatibility.md says what the records say, and the records say that all is well."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ def test_the_page_is_made_from_the_records():
     for record in records.values():
         assert not any(row["failed"] for row in record["rows"])
         assert {row["optimizer"] for row in record["rows"]} <= set(compatibility.COLUMNS)
+
+
+def test_a_record_that_is_missing_is_named(tmp_path):
+    rows = [{"feature": "DDP", "optimizer": "EvenStep", "passed": 2, "failed": 0, "skipped": 0, "reasons": []}]
+    (tmp_path / "core.json").write_text(json.dumps({"torch": "2.9", "device": "CPU", "rows": rows}), encoding="utf-8")
+    page = compatibility.page(compatibility.read(tmp_path))
+    assert "| DDP | 2 |" in page
+    assert "## On a GPU\n\nNot recorded: `make compatibility-gpu` has not been run." in page
 
 
 @pytest.mark.parametrize(

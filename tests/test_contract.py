@@ -291,6 +291,32 @@ def test_freezing_half_way_leaves_the_layer_alone():
     assert torch.equal(before, model[0].weight)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 8), nn.MultiheadAttention(8, 2), nn.Linear(8, 3))
+    model.forward = lambda x: model[2](model[1](*[model[0](x)] * 3)[0])
+    optimizer = evenstep.EvenStep(model)
+    forward = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+
+    def applied():
+        optimizer.zero_grad(set_to_none=False)
+        forward(torch.randn(5, 6)).square().mean().backward()
+        found = {name: int(stage.applied) for name, stage in optimizer._collector.stages.items()}
+        optimizer.step()
+        return found
+
+    everything = {"0.weight": 5, "1.in_proj_weight": 5, "1.out_proj.weight": 5, "2.weight": 5}
+    assert applied() == everything
+    model[0].requires_grad_(False)
+    model[1].in_proj_weight.requires_grad_(False)
+    assert applied() == everything | {"0.weight": 0}  # the attention trains in part
+    model[1].requires_grad_(False)
+    assert applied() == everything | dict.fromkeys(["0.weight", "1.in_proj_weight", "1.out_proj.weight"], 0)
+    model.requires_grad_(True)
+    assert applied() == everything
+
+
 def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
     model = network()
     optimizer = evenstep.WhitenedSGD(model.parameters(), lr=0.1)

@@ -181,9 +181,11 @@ class Watch:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run.
 
+        A layer that is frozen is not looked at; it may thaw at any time.
+
         In compiled code, the output whose gradient is watched; else nothing, which leaves the layer its own.
         """
-        if not (module.training and torch.is_grad_enabled()) or in_transform() or recomputing():
+        if not (module.training and torch.is_grad_enabled() and trains(module)) or in_transform() or recomputing():
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -200,7 +202,7 @@ class Watch:
     def _watch_gradient(self, output: Any) -> Any:
         """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations.
 
-        Compilers do not take hooks on what they compile, or not well (torch < 2.13); a function of autograd they do.
+        Compilers do not take hooks on what they compile, or not well (torch 2.9, 2.11); a function of autograd they do.
         """
         stage = self.stages[0]
         if not self.gradients or stage is None or not stage.units or not output.requires_grad:
@@ -329,6 +331,12 @@ def remove(handles: list[RemovableHandle]) -> None:
     """Remove hooks by their handles."""
     while handles:
         handles.pop().remove()
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether any parameter of the layer, or of what it is made of, gets a gradient."""
+    own = any(p is not None and p.requires_grad for p in module._parameters.values())
+    return own or any(p.requires_grad for p in module.parameters())
 
 
 def recomputing() -> bool:

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
 
 class Common:
-    """What all blocks of a step go by; attributes of an optimizer compiled code may not set (torch < 2.13)."""
+    """What all blocks of a step go by; attributes of an optimizer compiled code may not set (torch 2.11)."""
 
     examples: Tensor  # of this step and rank
     square: Tensor  # of the whole network's gradient
@@ -387,7 +387,7 @@ class CoordinateOptimizer(Optimizer):
             )
         for block in blocks:
             stage, entry = self._stage(block), block.entry
-            if stage is None or entry is None or stage.applied.is_meta:
+            if stage is None or entry is None or stage.applied.is_meta or not block.weight.requires_grad:
                 continue
             if (wait or stage.applied.device.type == "cpu") and not stage.applied:
                 self._warn(
