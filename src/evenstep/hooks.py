@@ -6,7 +6,7 @@ compiled. It holds its own tensors (module buffers would be broadcast by DDP) an
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,18 @@ from torch.utils.hooks import RemovableHandle
 from . import shards
 from .coverage import Entry
 from .kernels import moments as moments_kernel
-from .layers import LayerKind, Look
-from .moments import Sums, accumulation_dtype, add_zeros, sum_about, thinned
+from .layers import SHAPED, LayerKind, Look
+from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
+
+HELD = 2**18  # numbers beyond which a call is added up at once
+
+
+class Glance(NamedTuple):
+    """What calls with tensors of one shape show: which rows, and their counts."""
+
+    rows: Lattice
+    look: Look
+    others: list[int]  # the dimensions that rows run along
 
 
 class Stage:
@@ -28,6 +38,10 @@ class Stage:
     announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
     which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and
     steps since the start, `last` the same guards' work in the newest step with its largest relative step.
+
+    On the CPU, where an operation between two layers costs more than its arithmetic, a call is `held` as deviations
+    from the centre and counts on the host, until `slots` and `tally` are asked for; the host knows them to be zero
+    otherwise by the tensors' versions, which compiled code raises, too.
     """
 
     def __init__(
@@ -47,30 +61,96 @@ class Stage:
         dtype = accumulation_dtype(like.dtype)
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.clocks = {} if clocks is None else clocks
-        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
+        self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
         self.g2 = torch.zeros(units, dtype=dtype, device=like.device)
-        self.tally = torch.zeros(4, dtype=dtype, device=like.device)
+        self._tally = torch.zeros(4, dtype=dtype, device=like.device)
         self.seen = torch.zeros((), device=like.device)
         self.centred = False  # whether the host knows that the centre is a running mean
         self.counts: dict[tuple[int, int, int], Tensor] = {}
+        self.held: tuple[Tensor, list[int]] | None = None
+        self.held_sums: tuple[Tensor, Tensor] | None = None
+        self.held_counts = [0, 0, 0, 0]
+        self.seen_at = 0  # the clock's version when the host last looked
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
 
     def _name(self) -> None:
-        self.rows, self.zeros, self.applied, self.examples = self.tally.unbind()
-        self.first, self.second = self.slots[0].unbind()
+        self._counts = self._tally.unbind()
+        self._sums = self._slots[0].unbind()
         self.counts = {}
-        device = self.tally.device
+        self.centres: dict[int, Tensor] = {}
+        self.empty_at = -1, -1
+        device = self._tally.device
         self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
+
+    @property
+    def slots(self) -> Tensor:
+        """Σ(x − c) and Σ(x − c)²."""
+        self._add_up()
+        if self.held_sums is not None:
+            torch._foreach_add_(self._sums, self.held_sums)
+            self.held_sums = None
+        return self._slots
+
+    @property
+    def tally(self) -> Tensor:
+        """Rows, rows of zeros, uses of the weight, and examples."""
+        if any(self.held_counts):
+            self._tally.add_(self._tally.new_tensor(self.held_counts))
+            self.held_counts = [0, 0, 0, 0]
+        return self._tally
+
+    @property
+    def rows(self) -> Tensor:
+        """How many rows were added up."""
+        return self.tally[0]
+
+    @property
+    def zeros(self) -> Tensor:
+        """How many rows of zeros the layer has put between them."""
+        return self.tally[1]
+
+    @property
+    def applied(self) -> Tensor:
+        """How often the weight was used."""
+        return self.tally[2]
+
+    @property
+    def examples(self) -> Tensor:
+        """How many examples came by."""
+        return self.tally[3]
+
+    def _add_up(self) -> None:
+        """Let what is held be sums."""
+        if self.held is not None:
+            found, self.held = squared(*self.held), None
+            if self.held_sums is not None:
+                torch._foreach_add_(self.held_sums, found)
+            else:
+                self.held_sums = found
+
+    def sums_here(self) -> tuple[Tensor, Tensor]:
+        """Σ(x − c) and Σ(x − c)² on the CPU."""
+        self._add_up()
+        if self.held_sums is not None and self._slots._version == self.empty_at[0]:
+            return self.held_sums
+        first, second = self.slots[0]
+        return first, second
+
+    def counts_here(self) -> list[float]:
+        """The tally as numbers, on the CPU."""
+        if self._tally._version == self.empty_at[1]:
+            return [*map(float, self.held_counts)]
+        return self.tally.tolist()  # type: ignore[no-any-return]
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        if self.tally.device != device:
-            whole = self.slots.sum(0)
-            self.slots = self.slots.new_zeros(moments_kernel.slots(self.slots, device), *whole.shape)
-            self.slots[0] = whole
-            for name in ("slots", "centre", "g2", "tally", "seen", "fired", "last"):
+        if self._tally.device != device:
+            whole, self._tally = self.slots.sum(0), self.tally.to(device)
+            self._slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
+            self._slots[0] = whole
+            for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._name()
 
@@ -85,35 +165,64 @@ class Stage:
         if look.x is not None:
             self.to(look.x.device)
         x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
-        if x is not None and moments_kernel.serves(x, self.slots):
+        if x is not None and moments_kernel.serves(x, self._slots):
             moments_kernel.add(x, look, self)
             return
-        self.examples.add_(self.seen != self.clock, alpha=look.examples)
+        self._counts[3].add_(self.seen != self.clock, alpha=look.examples)
         self.seen.copy_(self.clock)
         self._count(0 if x is None else x.numel() // x.shape[look.dim], look.zeros, look.applied)
         if x is None:
             return
+        self._centre_on(x, look.dim)
+        first, second = sum_about(x, self.centre, look.dim)
+        self._sums[0].add_(first)
+        self._sums[1].add_(second)
+
+    def _centre_on(self, x: Tensor, inputs: int) -> None:
+        """Let the first row be the centre where there is none."""
         if torch.compiler.is_compiling() or not self.centred:
             row = x
             for dim in reversed(range(x.dim())):
-                row = row if dim == look.dim else row.select(dim, 0)
+                row = row if dim == inputs else row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-        first, second = sum_about(x, self.centre, look.dim)
-        self.first.add_(first)
-        self.second.add_(second)
+
+    def hold(self, x: Tensor, glance: Glance) -> None:
+        """Add one eager call on the CPU, in as few operations as may be until it is asked for."""
+        if not self._tally.is_cpu:
+            self.to(x.device)
+        self._add_up()
+        look, x = glance.look, glance.rows.of(x.detach())
+        self._centre_on(x, look.dim)
+        behind = x.dim() - 1 - look.dim
+        centre = self.centres.get(behind)
+        if centre is None:
+            centre = self.centres[behind] = self.centre.view(-1, *[1] * behind)
+        self.held = (x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, glance.others
+        if self.held[0].numel() > HELD:
+            self._add_up()
+        counts, now = self.held_counts, self.clock._version
+        counts[0] += glance.rows.rows
+        counts[1] += look.zeros
+        counts[2] += look.applied
+        if self.seen._version:  # compiled calls look at the tensors
+            new = self.clock.item() != self.seen.item()
+            self.seen.copy_(self.clock)
+        else:
+            new = not now or now != self.seen_at
+        self.seen_at = now
+        counts[3] += look.examples if new else 0
 
     def _count(self, rows: int, zeros: int, applied: int) -> None:
         """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept."""
         if torch.compiler.is_compiling():
-            self.rows.add_(rows)
-            self.zeros.add_(zeros)
-            self.applied.add_(applied)
+            for kept, more in zip(self._counts, (rows, zeros, applied), strict=False):
+                kept.add_(more)
             return
         if (rows, zeros, applied) not in self.counts:
             if len(self.counts) > 8:  # sizes that never come back need not be kept
                 self.counts.clear()
-            self.counts[rows, zeros, applied] = self.tally.new_tensor([rows, zeros, applied, 0])
-        self.tally.add_(self.counts[rows, zeros, applied])
+            self.counts[rows, zeros, applied] = self._tally.new_tensor([rows, zeros, applied, 0])
+        self._tally.add_(self.counts[rows, zeros, applied])
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count, on the device, what the guards did in a step."""
@@ -124,10 +233,25 @@ class Stage:
         """Add Σ ĝ² over all but the units."""
         self.g2.add_(sum_about(grad.detach(), self.g2.new_zeros(()), dim)[1])
 
-    @property
-    def staged(self) -> list[Tensor]:
-        """What a step uses up."""
-        return [self.slots, self.tally, *([self.g2] if self.units else [])]
+    def use_up(self) -> list[Tensor]:
+        """Drop what is held, and name the tensors that are to be zeroed for the next step."""
+        self.held, self.held_sums, self.held_counts = None, None, [0, 0, 0, 0]
+        found = [self.g2] if self.units else []
+        if not self._tally.is_cpu or self.empty_at != (self._slots._version, self._tally._version):
+            found += [self._slots, self._tally]
+        return found
+
+    def emptied(self) -> None:
+        """Note that these are zero now."""
+        self.empty_at = self._slots._version, self._tally._version
+
+
+def squared(deviation: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
+    """Σ(x − c) and Σ(x − c)², the deviations used up."""
+    if not others:
+        return deviation, deviation * deviation
+    first = deviation.sum(others)
+    return first, deviation.mul_(deviation).sum(others)
 
 
 class Traffic:
@@ -152,10 +276,14 @@ class Watch:
         """`stages` has one place per slot, None for a slot that nobody trains."""
         self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
         self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
+        self.glances: dict[Any, Glance] = {}
+        self.shaped = inputs and not gradients and type(kind) in SHAPED  # whether shapes tell all but the numbers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run."""
         if not (module.training and torch.is_grad_enabled()) or in_transform() or recomputing():
+            return
+        if self.shaped and not torch.compiler.is_compiling() and self._glanced(module, args, kwargs, output):
             return
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -168,6 +296,27 @@ class Watch:
                 if look.applied:
                     stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
         self._watch_gradient(output)
+
+    def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
+        """Show a call on the CPU to the stage, if it is one with plain tensors that are not empty."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        if type(x) is not Tensor or not x.is_cpu:
+            return False
+        key, stage = (x.shape, x.stride(), output.shape), self.stages[0]
+        glance = self.glances.get(key)
+        if glance is None:
+            (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
+            if stage is None or look is None or not look.applied or not x.numel():
+                return False
+            if len(self.glances) > 8:  # sizes that never come back need not be kept
+                self.glances.clear()
+            found = lattice(x.detach(), look.dim, stage.limit)
+            others = [d for d in range(x.dim()) if d != look.dim]
+            glance = self.glances[key] = Glance(found, look._replace(x=None), others)
+        assert stage is not None
+        stage.hold(x, glance)
+        self.traffic.rows = True
+        return True
 
     def _watch_gradient(self, output: Any) -> None:
         """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations."""
@@ -195,14 +344,20 @@ class Announce(Watch):
 
     def __init__(self, clocks: dict[torch.device, Tensor]) -> None:
         """The clocks of the model's stages."""
-        self.clocks = clocks
+        self.clocks, self.ticks = clocks, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
-        if module.training and torch.is_grad_enabled() and not in_transform():
-            with torch.no_grad():
-                for clock in self.clocks.values():
-                    clock.copy_(clock.nan_to_num().add(1).remainder(2**20))
+        if not (module.training and torch.is_grad_enabled()) or in_transform():
+            return
+        eager = not torch.compiler.is_compiling()
+        self.ticks = (self.ticks + 1) % 2**20 if eager else self.ticks
+        for clock in self.clocks.values():
+            if eager and clock.is_cpu:
+                clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
+            else:
+                with torch.no_grad():
+                    clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
 
 
 class Inert:
@@ -278,8 +433,11 @@ class Collector:
 
     def clear(self) -> None:
         """Forget what was staged: it has been used, or is not to be."""
-        if self.stages:
-            torch._foreach_zero_([t for stage in self.stages.values() for t in stage.staged])
+        used = [t for stage in self.stages.values() for t in stage.use_up()]
+        if used:
+            torch._foreach_zero_(used)
+            for stage in self.stages.values():
+                stage.emptied()
         self.traffic.rows = self.traffic.empty = False
 
 

@@ -82,6 +82,29 @@ def moving_frame(
     )
 
 
+def settled_frame(
+    vx: Tensor,
+    square: Tensor,
+    *,
+    share: Tensor,
+    fresh_max: Tensor,
+    over: Segments,
+    spread: Tensor,
+    fresh_spread: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`moving_frame` for layers that have moments and a usable batch, `square` its ⟨(x − mx)²⟩.
+
+    Writes both spreads to where they are to be. Gives the variance after the fresh-max guard, and its sum over each
+    layer, which is not finite if the batch is not. `share` is the damping over the layer's number of inputs.
+    """
+    raised = torch.maximum(vx, square / fresh_max)
+    total = over.total(raised)
+    floor = over.widen(total).mul_(share)
+    torch.add(raised, floor, out=spread)
+    torch.maximum(vx, square, out=fresh_spread).add_(floor)
+    return raised, total
+
+
 def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
     """Gradient on v. `bias_grads` is [bias, group, unit]: several where tied weights serve several biases."""
     c = frame.constants
