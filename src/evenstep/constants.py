@@ -43,13 +43,13 @@ def inverse(x: Tensor) -> Tensor:
     return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
 
 
-def inverse_root(x: Tensor, out: Tensor | None = None) -> Tensor:
+def inverse_root(x: Tensor, tiny: float | None = None, out: Tensor | None = None) -> Tensor:
     """The root of `inverse`: 1/√x where x > tiny, else 0.
 
     >>> inverse_root(torch.tensor([4.0, 0.0]))
     tensor([0.5000, 0.0000])
     """
-    return torch.rsqrt(torch.threshold(x, torch.finfo(x.dtype).tiny, torch.inf), out=out)
+    return torch.rsqrt(torch.threshold(x, tiny or torch.finfo(x.dtype).tiny, torch.inf), out=out)
 
 
 def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:

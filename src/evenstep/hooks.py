@@ -70,7 +70,7 @@ class Stage:
         self.counts: dict[tuple[int, int, int], Tensor] = {}
         self.held: tuple[Tensor, list[int]] | None = None
         self.held_sums: tuple[Tensor, Tensor] | None = None
-        self.held_counts = [0, 0, 0, 0]
+        self.held_counts: list[float] = [0, 0, 0, 0]
         self.seen_at = 0  # the clock's version when the host last looked
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
@@ -141,7 +141,7 @@ class Stage:
     def counts_here(self) -> list[float]:
         """The tally as numbers, on the CPU."""
         if self._tally._version == self.empty_at[1]:
-            return [*map(float, self.held_counts)]
+            return self.held_counts
         return self.tally.tolist()  # type: ignore[no-any-return]
 
     def to(self, device: torch.device) -> None:

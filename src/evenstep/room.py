@@ -19,9 +19,10 @@ from .rows import RowSums
 # layers without bias
 SCALED, SHIFT, MU, ALPHA, SPREAD, FRESH, BENT, BENT_FRESH = range(8)
 # rows of `Room.units`
-NORM, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
+SQUARE, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
 MASS, SHARING, SQUARE_MASS = range(3)  # rows of `Room.layers`
-SETTINGS = "maximize weight_decay decay damping fresh_max trust eps sharing plain_ratio".split()  # beside lr
+# what groups may have beside lr
+SETTINGS = ["maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_ratio"]
 KEPT = 2**20  # numbers beyond which room for a whole step is not kept between steps
 PIECE = 2**18  # how many weights are squared at a time: what a cache can hold
 
@@ -54,9 +55,11 @@ class Room:
         groups = [g for b in lay.blocks for g in (b.group, *b.bias_groups)]
         self.groups = list({id(g): g for g in groups}.values())
         self.read = [itemgetter(*(n for n in SETTINGS if n in g)) for g in self.groups]
-        self.rows: dict[Any, tuple[int, Tensor]] = {}
-        self.buffers: tuple[list[Tensor], list[Tensor], list[Tensor]] | None = None
-        self.centred_at: tuple[int, list[tuple[int, int]]] = -1, []  # versions of means and centres that are the same
+        self.weights = [self._rows(k, b.weight.detach()) for k, b in enumerate(lay.blocks)]
+        self.found: list[Any] = [None] * len(self.parameters)  # the momentum buffers last seen
+        self.buffers: list[Tensor] = []
+        self.bias_buffers: list[Tensor] = []
+        self.centred_at: list[int] = []  # versions of means and centres that are the same
         self.cached: dict[str, tuple[Any, Any]] = {}
 
     def _name(self) -> None:
@@ -64,7 +67,14 @@ class Room:
         lay = self.layout
         self.mx, self.vx = self.moments
         self.vector_of, self.unit = self.vectors.unbind(), self.units.unbind()
-        self.seen = self.units[NORM : BIAS_GRAD + 1]  # finite if all gradients are
+        self.batch, self.means = torch.zeros(2, 2, lay.identity + 1, dtype=lay.dtype)  # sums, and over the rows
+        self.batch_flat, (self.offset, self.square) = self.batch.view(-1), self.means
+        self.none, self.tiny = lay.nothing[0], torch.finfo(lay.dtype).tiny
+        self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
+        self.biases = [lay.blocks[k].biases[0] for k in lay.biased]
+        self.masses = self.layers[::2]  # both masses
+        self.full = torch.ones_like(self.masses)
+        self.seen = self.units[SQUARE : BIAS_GRAD + 1]  # finite if all gradients are
         self.largest = lay.last[:, 2] if len(lay.guarded) == len(lay.blocks) else None
         self.steps_fired = lay.fired[:, 2] if lay.guarded else self.squares[:0]
         self.noted = True  # whether `last` may have other counts than zeros
@@ -83,8 +93,8 @@ class Room:
     def _sized(self) -> list[tuple[int, int]]:
         return list(zip(self.layout.moving, self.layout.input_sizes, strict=True))
 
-    def _parts(self, even: bool) -> list[tuple[Tensor, str, Tensor]]:
-        """Parameter, name in its state, and the place for it."""
+    def _parts(self, even: bool) -> list[tuple[Tensor, list[tuple[str, Tensor]]]]:
+        """For each parameter the names in its state, and the places for them."""
         lay, weights = self.layout, [b.weight for b in self.layout.blocks]
         found = [(weights[k], "mass", self.layers[MASS, k]) for k in lay.moving]
         found += [(weights[k], "sharing", self.layers[SHARING, k]) for k in lay.shared]
@@ -94,7 +104,8 @@ class Room:
             pieces = zip(weights, torch.split(self.squares, lay.sizes), self.layers[SQUARE_MASS], strict=True)
             for weight, square, mass in pieces:
                 found += [(weight, "square", square), (weight, "square_mass", mass)]
-        return [*found, *((p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True))]
+        found += [(p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True)]
+        return [(p, [(name, place) for q, name, place in found if q is p]) for p in self.parameters]
 
     def _columns(self) -> list[dict[int, Tensor]]:
         """For each row of `columns` what each moving block sees of it, to meet its weight."""
@@ -109,34 +120,40 @@ class Room:
         return [p if s[0] == 1 else p.view(s[0], s[1]) for p, s in zip(parts, self.layout.shapes, strict=True)]
 
     def settle(self, state: Any) -> None:
-        """Take over what has been put in the place of our tensors."""
-        for p, name, place in self.parts:
+        """Take over what has been put in the place of our tensors, and look where weights and momentum lie."""
+        lay, moved = self.layout, False
+        for j, (p, parts) in enumerate(self.parts):
             mine = state[p]
-            if mine[name] is not place:
-                place.copy_(mine[name])
-                mine[name] = place
+            for name, place in parts:
+                if mine[name] is not place:
+                    place.copy_(mine[name])
+                    mine[name] = place
+            moved = moved or mine.get("momentum_buffer") is not self.found[j]
+        if moved:
+            self.buffers = [self._rows(k, lay.momentum_of(state, b.weight)) for k, b in enumerate(lay.blocks)]
+            self.bias_buffers = [lay.momentum_of(state, lay.blocks[k].biases[0]) for k in lay.biased]
+            self.found = [state[p]["momentum_buffer"] for p, _ in self.parts]
+        for k, block in enumerate(lay.blocks):
+            if block.weight.data_ptr() != self.weights[k].data_ptr():
+                self.weights[k] = self._rows(k, block.weight.detach())
 
     def settings(self) -> list[Any]:
         """All settings of the groups but lr, to see whether they have changed."""
         return [read(group) for read, group in zip(self.read, self.groups, strict=True)]
 
-    def rows_of(self, name: str, k: int, tensor: Tensor) -> Tensor:
-        """A tensor that stays where it is, like the weight of block k, as [unit, column] or [group, unit, column]."""
-        known = self.rows.get((name, k))
-        if known is None or known[0] != tensor.data_ptr():
-            known = self.rows[name, k] = tensor.data_ptr(), self._rows(k, tensor.detach())
-        return known[1]
-
     def _rows(self, k: int, tensor: Tensor) -> Tensor:
+        """A tensor like the weight of block k as [unit, column] or [group, unit, column]."""
         found = as_rows(self.layout.blocks[k], tensor, self.layout.inner[k])
         return found[0] if self.layout.shapes[k][0] == 1 else found
 
-    def rows_of_gradient(self, k: int, grad: Tensor, weight: Tensor) -> Tensor:
+    def rows_of_gradient(self, k: int, grad: Tensor) -> Tensor:
         """A gradient in the same shape: itself, or a view where it lies in memory as its weight does."""
-        rows = self.rows_of("weight", k, weight)
-        if grad.stride() != weight.stride():
+        rows = self.weights[k]
+        if grad.shape == rows.shape and grad.stride() == rows.stride():
+            return grad
+        if grad.stride() != self.layout.blocks[k].weight.stride():
             return self._rows(k, grad)
-        return grad if grad.shape == rows.shape else grad.as_strided(rows.shape, rows.stride(), grad.storage_offset())
+        return grad.as_strided(rows.shape, rows.stride(), grad.storage_offset())
 
     def gather(self, row: int, biases: list[Tensor]) -> None:
         """Write one tensor per bias to a row of `units`."""

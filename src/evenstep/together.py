@@ -34,6 +34,7 @@ class Fixed(NamedTuple):
     unit_scale: Tensor
     inputs: tuple[Tensor, ...]  # per input: rows, τ, scale, share
     decays: list[float]
+    decay: float | None  # if it is the same for all
     radii: list[float]
     guarded: bool
     watched: bool  # whether any guard's work is to be counted
@@ -65,6 +66,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     radii = [
         math.inf if s is None or g["trust"] is None else g["trust"] for s, g in zip(lay.stages, groups, strict=True)
     ]
+    decays = [g.get("decay", 0.0) for g in groups]
     guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
     shares = [
         0.0 if b.entry is None else b.group.get("damping", 0.0) / n for b, n in zip(blocks, lay.sizes, strict=True)
@@ -75,7 +77,8 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         scales,
         lay.units.widen(lay.tensor(scales)),
         lay.inputs.widen(lay.tensor(inputs).T).T.contiguous().unbind(),
-        [g.get("decay", 0.0) for g in groups],
+        decays,
+        decays[0] if len({*decays}) == 1 else None,
         radii,
         guarded,
         bool(lay.guarded) and (guarded or any(g.get("fresh_max") is not None for g in groups)),
@@ -91,27 +94,31 @@ class Coordinates:
     def __init__(self, layout: Layout, room: Room, momentum: float, linear: bool) -> None:
         """From the blocks' state and what their stages hold."""
         self.layout, self.room, lay = layout, room, layout
-        self.stages = lay.staged(lay.moving)
-        self.read = room.layers.tolist()
-        self.mass, sharing, self.square_mass = ([*values] for values in self.read)
-        tally = {k: s.counts_here() for k, s in zip(lay.shared, lay.staged(lay.shared), strict=True)}
-        lay.all_seen = len(tally) == len(lay.guarded) and all(counts[2] for counts in tally.values())
+        self.mass, sharing, self.square_mass = room.layers.tolist()
+        tally = [s.counts_here() for s in room.shared]
+        lay.all_seen = len(tally) == len(lay.guarded) and all([counts[2] for counts in tally])
         key = room.settings(), tally, None if lay.all_seen else sharing
-        self.fixed: Fixed = room.kept("fixed", key, lambda: fixed(lay, tally, sharing, momentum, linear))
+        self.fixed: Fixed = room.kept(
+            "fixed", key, lambda: fixed(lay, dict(zip(lay.shared, tally, strict=True)), sharing, momentum, linear)
+        )
+        self.renewed = sharing != self.fixed.sharing
         self.raised: list[float] | None = None  # how many inputs of each moving layer were raised; None: none
         if lay.moving:
-            self.counted = [tally[k][0] for k in lay.moving]
-            self._frame()
+            self._frame(dict(zip(lay.shared, tally, strict=True)))
 
-    def _frame(self) -> None:
-        lay, room, none, place = self.layout, self.room, self.layout.nothing[0], self.room.vector_of
-        pairs = [s.sums_here() for s in self.stages]
-        self.sums = torch.cat([*(p[0] for p in pairs), none, *(p[1] for p in pairs), none]).view(2, -1)
-        self.settled = all(self.counted) and all(self.mass[k] for k in lay.moving) and self._centred()
+    def _frame(self, tally: dict[int, list[float]]) -> None:
+        lay, room, place = self.layout, self.room, self.room.vector_of
+        firsts, seconds, self.settled = [], [], self._centred()
+        for k, stage in zip(lay.moving, room.moving, strict=True):
+            first, second = stage.sums_here()
+            firsts.append(first)
+            seconds.append(second)
+            self.settled = self.settled and self.mass[k] > 0 and tally[k][0] > 0
+        torch.cat([*firsts, room.none, *seconds, room.none], out=room.batch_flat)
         self.settled = self.settled and self._settled_frame()
-        mu = room.mx if self.settled else self._moving_frame()
+        mu = room.mx if self.settled else self._moving_frame([tally[k][0] for k in lay.moving])
         place[at.MU].copy_(mu)
-        alpha = inverse_root(place[at.SPREAD], out=place[at.ALPHA])
+        alpha = inverse_root(place[at.SPREAD], room.tiny, out=place[at.ALPHA])
         shift = torch.mul(alpha, mu, out=place[at.SHIFT])
         torch.mul(alpha, self.fixed.inputs[2], out=place[at.SCALED])
         if lay.unbiased:
@@ -122,18 +129,18 @@ class Coordinates:
     def _centred(self) -> bool:
         """Whether all sums are about the running means: nobody has written to either since the last step."""
         room = self.room
-        if room.centred_at == (room.moments._version, [(id(s.centre), s.centre._version) for s in self.stages]):
+        if room.centred_at == [room.moments._version, *[s.centre._version for s in room.moving]]:
             return True
-        return all(torch.equal(s.centre, m) for s, m in zip(self.stages, room.mean_of, strict=True))
+        return all(torch.equal(s.centre, m) for s, m in zip(room.moving, room.mean_of, strict=True))
 
     def _settled_frame(self) -> bool:
         """Spreads where every layer has moments and sums about its running mean; False if a batch is not finite."""
         room, over = self.room, self.layout.inputs
         number, tau, _, share = self.fixed.inputs
-        self.offset, self.square = self.sums / number
+        torch.div(room.batch, number, out=room.means)
         raised, total = update.settled_frame(
             room.vx,
-            self.square,
+            room.square,
             share=share,
             fresh_max=tau,
             over=over,
@@ -146,13 +153,13 @@ class Coordinates:
             self.raised = over.total((raised > room.vx).to(raised.dtype)).tolist()
         return True
 
-    def _moving_frame(self) -> Tensor:
+    def _moving_frame(self, counts: list[float]) -> Tensor:
         """Spreads in all other cases; gives μ."""
         lay, room = self.layout, self.room
-        counted, mass = lay.tensor([[*self.counted, 0], [*(self.mass[k] for k in lay.moving), 0]])
-        self.centre = torch.cat([*(s.centre for s in self.stages), lay.nothing[0]])
+        counted, mass = lay.tensor([[*counts, 0], [*(self.mass[k] for k in lay.moving), 0]])
+        self.centre = torch.cat([*(s.centre for s in room.moving), room.none])
         self.running = moments.Running(room.mx, room.vx, lay.inputs.widen(mass))
-        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *self.sums)
+        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch)
         self.batch = update.batch_of(self.batch_sums, self.centre, lay.inputs)
         _, tau, _, share = self.fixed.inputs
         found = update.moving_frame(
@@ -170,24 +177,25 @@ class Coordinates:
         room.vector_of[at.FRESH].copy_(found.fresh_spread)
         return found.constants.mu
 
-    def projection(self) -> rows.Projection | None:
-        """What projects the layers without bias, for each unit; None if there are none."""
+    def projection(self) -> rows.Projection:
+        """What projects the layers without bias, for each unit."""
         lay = self.layout
-        if not lay.unbiased:
-            return None
         mu, alpha, fresh = (self.room.vector_of[row] for row in (at.MU, at.ALPHA, at.FRESH))
         found = rows.projection(mu, alpha, fresh, lay.kernel, lay.groups, lay.group_unbiased)
         return rows.Projection(*(x.index_select(0, lay.group_of_unit) for x in found))
 
     def commit(self) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
-        lay, room = self.layout, self.room
+        lay, room, decay = self.layout, self.room, self.fixed.decay
+        alike = decay is not None and lay.moving and self.settled
         if lay.moving and self.settled:
             self._join()
         elif lay.moving:
             self._join_moving()
-        table = [self.mass, self.fixed.sharing, self.square_mass]
-        if table != self.read:
+        if alike and not self.renewed:
+            room.masses.lerp_(room.full, 1 - decay)  # type: ignore[operator]
+        else:
+            table = [self.mass, self.fixed.sharing, self.square_mass]
             room.layers.copy_(torch.tensor(table, dtype=lay.dtype))
         room.steps.add_(1)
 
@@ -197,11 +205,14 @@ class Coordinates:
             weight, self.mass[k] = moments.gain(self.mass[k], self.fixed.decays[k])
             weights.append(weight)
         k = weights[0] if len({*weights}) == 1 else lay.inputs.widen(lay.tensor([*weights, 0]))
-        moments.fold_settled(room.mx, room.vx, self.offset, self.square, k)
-        torch._foreach_copy_([s.centre for s in self.stages], room.mean_of)
-        for stage in self.stages:
+        moments.fold_settled(room.mx, room.vx, room.offset, room.square, k)
+        centres, versions = [], [room.moments._version]
+        for stage in room.moving:
+            centres.append(stage.centre)
+            versions.append(stage.centre._version + 1)
             stage.centred = True
-        room.centred_at = room.moments._version, [(id(s.centre), s.centre._version) for s in self.stages]
+        torch._foreach_copy_(centres, room.mean_of)
+        room.centred_at = versions
 
     def _join_moving(self) -> None:
         lay, room = self.layout, self.room
@@ -212,8 +223,8 @@ class Coordinates:
         centre = torch.where(after.mass > 0, after.mx, torch.nan)[: lay.identity]
         room.mx.copy_(after.mx)
         room.vx.copy_(after.vx)
-        torch._foreach_copy_([s.centre for s in self.stages], torch.split(centre, lay.input_sizes))
-        for k, stage in zip(lay.moving, self.stages, strict=True):
+        torch._foreach_copy_([s.centre for s in room.moving], torch.split(centre, lay.input_sizes))
+        for k, stage in zip(lay.moving, room.moving, strict=True):
             stage.centred = self.mass[k] > 0
 
 
@@ -230,28 +241,28 @@ class Together:
         self.room.settle(state)
         self.coordinates = Coordinates(layout, self.room, self.momentum, linear)
         self.fixed = self.coordinates.fixed
-        self.projection = self.coordinates.projection()
+        self.projection = self.coordinates.projection() if layout.unbiased else None
         self.on_v = self._on_v()
 
     def _on_v(self) -> list[Tensor]:
-        """The gradient on v of every row over 1 − momentum; also its norm, and the biases' gradients."""
+        """The gradient on v of every row over 1 − momentum; also its square, and the biases' gradients."""
         lay, room, found = self.layout, self.room, self.room.like_weights()
         if lay.biased:
             room.gather(at.BIAS_GRAD, [gradient(lay.blocks[k].biases[0]) for k in lay.biased])
             room.unit[at.BIAS_GRAD].mul_(self.fixed.unit_scale)
-        columns, norms = room.column_of[at.SCALED], room.unit_of[at.NORM]
+        columns, sums = room.column_of[at.SCALED], room.unit_of[at.SQUARE]
         for k, block in enumerate(lay.blocks):
-            grad = room.rows_of_gradient(k, gradient(block.weight), block.weight)
+            grad = room.rows_of_gradient(k, gradient(block.weight))
             torch.mul(grad, columns[k] if k in columns else self.fixed.scales[k], out=found[k])
         if room.shifted:
             torch._foreach_addcmul_([found[k] for k in room.shifted], *room.shifts, value=-1)
         if self.projection is not None:
             self._project(found, self.projection.kappa)
-        for step, norm in zip(found, norms, strict=True):
+        for k, step in enumerate(found):
             if self.even:
-                torch.linalg.vector_norm(step, 2, -1, out=norm)
+                room.times_squares(step, None, at.SQUARE, k)
             else:
-                torch.sum(step, -1, out=norm)  # whether it is finite is all that is asked
+                torch.sum(step, -1, out=sums[k])  # whether it is finite is all that is asked
         return found
 
     def _project(self, found: list[Tensor], kappa: Tensor) -> None:
@@ -310,7 +321,7 @@ class Together:
         lay, room, m, free = self.layout, self.room, self.momentum, self.on_v
         steps, bias, bias_grad = free, room.unit[at.BIAS], room.unit[at.BIAS_GRAD]
         if m:
-            buffers, biases = self._buffers()
+            buffers, biases = room.buffers, room.bias_buffers
             torch._foreach_lerp_([*buffers, *biases], [*steps, *room.biases_of[at.BIAS_GRAD]], 1 - m)
             room.gather(at.BIAS, biases)
             if self.even:
@@ -325,17 +336,6 @@ class Together:
             steps[k] = torch.mul(steps[k], alpha[k], out=free[k])
         return steps
 
-    def _buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The momentum of weights, as rows, and of biases; kept while they stay."""
-        lay, room, state = self.layout, self.room, self.state
-        now = [state[p]["momentum_buffer"] for p in room.parameters]
-        if room.buffers is None or any(a is not b for a, b in zip(now, room.buffers[0], strict=True)):
-            weights = [lay.momentum_of(state, b.weight) for b in lay.blocks]
-            rows = [room.rows_of("buffer", k, w) for k, w in enumerate(weights)]
-            biases = [lay.momentum_of(state, lay.blocks[k].biases[0]) for k in lay.biased]
-            room.buffers = [state[p]["momentum_buffer"] for p in room.parameters], rows, biases
-        return room.buffers[1], room.buffers[2]
-
     def _sums(self, steps: list[Tensor]) -> rows.RowSums:
         """Add up the rows."""
         lay, room = self.layout, self.room
@@ -344,7 +344,7 @@ class Together:
             room.times(steps[k], mu[k], at.ALONG, k)
         if self.fixed.guarded:
             for k in lay.guarded:
-                weight, level = room.rows_of("weight", k, lay.blocks[k].weight), lay.levels[k]
+                weight, level = room.weights[k], lay.levels[k]
                 if k in mu:
                     room.times(weight, mu[k], at.LEVEL, k, level)
                 elif level is not None:
@@ -372,11 +372,11 @@ class Together:
             weight, masses[k] = moments.gain(masses[k], decay)
             weights.append(weight)
         k = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
-        norm, bias = room.unit[at.NORM], room.unit[at.BIAS_GRAD]
-        square = torch.addcmul(norm * norm, bias, bias).mul_(one * one)
+        bias = room.unit[at.BIAS_GRAD]
+        square = torch.addcmul(room.unit[at.SQUARE], bias, bias).mul_(one * one)
         average = room.squares.lerp_(square, k)
         level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
-        return inverse_root(torch.maximum(average, square).add_(level)).mul_(one)
+        return inverse_root(torch.maximum(average, square).add_(level), room.tiny).mul_(one)
 
     def _displace(self, steps: list[Tensor], motion: rows.Motion, both: list[list[float]]) -> None:
         """Move weights and biases."""
@@ -393,11 +393,10 @@ class Together:
                         p.mul_(1 - r * group["weight_decay"])
         if motion.gain is not room.unit[at.STEP]:
             room.unit[at.STEP].copy_(motion.gain)
-        weights = [room.rows_of("weight", k, b.weight) for k, b in enumerate(lay.blocks)]
-        torch._foreach_addcmul_(weights, steps, room.row_of[at.STEP], value=-1)
+        torch._foreach_addcmul_(room.weights, steps, room.row_of[at.STEP], value=-1)
         if lay.biased:
             room.unit[at.BIAS].copy_(motion.bias)
-            torch._foreach_add_([lay.blocks[k].biases[0] for k in lay.biased], room.biases_of[at.BIAS])
+            torch._foreach_add_(room.biases, room.biases_of[at.BIAS])
 
     def _count(self, held: list[float] | None, largest2: Tensor | None) -> None:
         """What the guards did, for `fired` and monitors."""
