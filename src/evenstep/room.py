@@ -17,7 +17,7 @@ from .rows import RowSums
 
 # rows of `Room.vectors`, one value per input, and of `Room.columns`, one per column of a weight; the last two are for
 # layers without bias
-SCALED, SHIFT, MU, ALPHA, SPREAD, FRESH, BENT, BENT_FRESH = range(8)
+MU, VX, SCALED, SHIFT, ALPHA, FRESH, SPREAD, BENT, BENT_FRESH = range(9)
 # rows of `Room.units`
 SQUARE, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
 MASS, SHARING, SQUARE_MASS = range(3)  # rows of `Room.layers`
@@ -34,11 +34,11 @@ class Room:
         """`even` keeps the squares of eq. 11, too."""
         self.layout = lay = layout
         self.numbers = [math.prod(s) for s in lay.shapes]
-        rows = BENT_FRESH + 1 if lay.unbiased else FRESH + 1
-        self.moments = torch.zeros(2, lay.identity + 1, dtype=lay.dtype)  # mx, vx
+        rows = BENT_FRESH + 1 if lay.unbiased else SPREAD + 1
         self.layers = torch.zeros(3, len(lay.blocks), dtype=lay.dtype)
         self.squares = torch.zeros(lay.total, dtype=lay.dtype)
         self.vectors = torch.zeros(rows, lay.identity + 1, dtype=lay.dtype)
+        self.moments = self.vectors[:2]  # mx and vx
         self.columns = torch.zeros(rows, len(lay.column), dtype=lay.dtype)
         self.units = torch.zeros(BIAS_STEP + 1, lay.total, dtype=lay.dtype)
         self.parameters = [p for b in lay.blocks for p in b.parameters]
@@ -67,8 +67,10 @@ class Room:
         lay = self.layout
         self.mx, self.vx = self.moments
         self.vector_of, self.unit = self.vectors.unbind(), self.units.unbind()
-        self.batch, self.means = torch.zeros(2, 2, lay.identity + 1, dtype=lay.dtype)  # sums, and over the rows
-        self.batch_flat, (self.offset, self.square) = self.batch.view(-1), self.means
+        # first and second sums of the batch, and the second ones again; then over rows, and over rows and τ
+        self.batch, self.means = torch.zeros(2, 3, lay.identity + 1, dtype=lay.dtype)
+        self.batch_flat, (self.offset, self.square, _) = self.batch.view(-1), self.means
+        self.squares_of_batch, self.spreads = self.means[1:], self.vectors[FRESH : SPREAD + 1]
         self.none, self.tiny = lay.nothing[0], torch.finfo(lay.dtype).tiny
         self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
         self.biases = [lay.blocks[k].biases[0] for k in lay.biased]

@@ -31,7 +31,7 @@ class Projection(NamedTuple):
 
 
 class Motion(NamedTuple):
-    """What moves each unit: w −= `gain` α∘(D − `back` u), w_0 += `bias`; `back` is None if all have biases."""
+    """What moves each unit: w −= `gain` α∘(D − `back` u), w_0 −= `bias`; `back` is None if all have biases."""
 
     gain: Tensor
     back: Tensor | None
@@ -45,7 +45,7 @@ class Motion(NamedTuple):
 def motion(sums: RowSums, projection: Projection | None, step: Tensor, bias_step: Tensor) -> Motion:
     """The motion of each unit: its direction on v times `step`, its bias's `bias_step`."""
     back = None if projection is None else projection.kappa * sums.along
-    return Motion(step, back, (step * sums.along).sub_(bias_step))
+    return Motion(step, back, torch.addcmul(bias_step, step, sums.along, value=-1))
 
 
 def reach(

@@ -32,7 +32,10 @@ class Fixed(NamedTuple):
     beta: list[float]
     scales: list[float]
     unit_scale: Tensor
-    inputs: tuple[Tensor, ...]  # per input: rows, τ, scale, share
+    divisors: Tensor  # per input: rows, rows, and rows times τ
+    tau: Tensor
+    input_scale: Tensor
+    input_share: Tensor
     decays: list[float]
     decay: float | None  # if it is the same for all
     radii: list[float]
@@ -41,6 +44,7 @@ class Fixed(NamedTuple):
     decayed: bool
     eps: Tensor
     share: Tensor
+    shrunk: Tensor  # (1 − momentum)²
 
 
 def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momentum: float, linear: bool) -> Fixed:
@@ -66,6 +70,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     radii = [
         math.inf if s is None or g["trust"] is None else g["trust"] for s, g in zip(lay.stages, groups, strict=True)
     ]
+    number, tau, input_scale, input_share = lay.inputs.widen(lay.tensor(inputs).T).T.contiguous()
     decays = [g.get("decay", 0.0) for g in groups]
     guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
     shares = [
@@ -76,7 +81,10 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         beta,
         scales,
         lay.units.widen(lay.tensor(scales)),
-        lay.inputs.widen(lay.tensor(inputs).T).T.contiguous().unbind(),
+        torch.stack([number, number, number * tau]),
+        tau,
+        input_scale,
+        input_share,
         decays,
         decays[0] if len({*decays}) == 1 else None,
         radii,
@@ -85,6 +93,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         any(g["weight_decay"] for b in blocks for g in (b.group, *b.bias_groups)),
         lay.tensor([g.get("eps", 0.0) for g in groups]),
         lay.tensor(shares),
+        lay.tensor([(1 - momentum) ** 2]),
     )
 
 
@@ -114,17 +123,20 @@ class Coordinates:
             firsts.append(first)
             seconds.append(second)
             self.settled = self.settled and self.mass[k] > 0 and tally[k][0] > 0
-        torch.cat([*firsts, room.none, *seconds, room.none], out=room.batch_flat)
+        seconds.append(room.none)
+        torch.cat([*firsts, room.none, *seconds, *seconds], out=room.batch_flat)
         self.settled = self.settled and self._settled_frame()
         mu = room.mx if self.settled else self._moving_frame([tally[k][0] for k in lay.moving])
-        place[at.MU].copy_(mu)
         alpha = inverse_root(place[at.SPREAD], room.tiny, out=place[at.ALPHA])
         shift = torch.mul(alpha, mu, out=place[at.SHIFT])
-        torch.mul(alpha, self.fixed.inputs[2], out=place[at.SCALED])
+        torch.mul(alpha, self.fixed.input_scale, out=place[at.SCALED])
         if lay.unbiased:
             torch.mul(alpha, shift, out=place[at.BENT])
             torch.mul(place[at.BENT], place[at.FRESH], out=place[at.BENT_FRESH])
         torch.index_select(room.vectors, 1, lay.column, out=room.columns)
+        if not self.settled:
+            room.columns[at.MU].copy_(mu.index_select(0, lay.column))
+        self.mu = mu
 
     def _centred(self) -> bool:
         """Whether all sums are about the running means: nobody has written to either since the last step."""
@@ -136,21 +148,14 @@ class Coordinates:
     def _settled_frame(self) -> bool:
         """Spreads where every layer has moments and sums about its running mean; False if a batch is not finite."""
         room, over = self.room, self.layout.inputs
-        number, tau, _, share = self.fixed.inputs
-        torch.div(room.batch, number, out=room.means)
-        raised, total = update.settled_frame(
-            room.vx,
-            room.square,
-            share=share,
-            fresh_max=tau,
-            over=over,
-            spread=room.vector_of[at.SPREAD],
-            fresh_spread=room.vector_of[at.FRESH],
+        torch.div(room.batch, self.fixed.divisors, out=room.means)
+        total, same = update.settled_frame(
+            room.vx, room.squares_of_batch, self.fixed.input_share, over, out=room.spreads
         )
         if not all(map(math.isfinite, total.tolist())):
             return False
-        if not torch.equal(raised, room.vx):
-            self.raised = over.total((raised > room.vx).to(raised.dtype)).tolist()
+        if not same:
+            self.raised = over.total((room.means[2] > room.vx).to(total.dtype)).tolist()
         return True
 
     def _moving_frame(self, counts: list[float]) -> Tensor:
@@ -159,17 +164,16 @@ class Coordinates:
         counted, mass = lay.tensor([[*counts, 0], [*(self.mass[k] for k in lay.moving), 0]])
         self.centre = torch.cat([*(s.centre for s in room.moving), room.none])
         self.running = moments.Running(room.mx, room.vx, lay.inputs.widen(mass))
-        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch)
+        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch[:2])
         self.batch = update.batch_of(self.batch_sums, self.centre, lay.inputs)
-        _, tau, _, share = self.fixed.inputs
         found = update.moving_frame(
             self.running,
             self.batch_sums,
             self.centre,
             mass,
             batch=self.batch,
-            damping=share * lay.inputs.widen(lay.inputs.offsets.diff()),
-            fresh_max=tau,
+            damping=self.fixed.input_share * lay.inputs.widen(lay.inputs.offsets.diff()),
+            fresh_max=self.fixed.tau,
             over=lay.inputs,
         )
         self.raised = found.raised.tolist()
@@ -180,8 +184,8 @@ class Coordinates:
     def projection(self) -> rows.Projection:
         """What projects the layers without bias, for each unit."""
         lay = self.layout
-        mu, alpha, fresh = (self.room.vector_of[row] for row in (at.MU, at.ALPHA, at.FRESH))
-        found = rows.projection(mu, alpha, fresh, lay.kernel, lay.groups, lay.group_unbiased)
+        alpha, fresh = self.room.vector_of[at.ALPHA], self.room.vector_of[at.FRESH]
+        found = rows.projection(self.mu, alpha, fresh, lay.kernel, lay.groups, lay.group_unbiased)
         return rows.Projection(*(x.index_select(0, lay.group_of_unit) for x in found))
 
     def commit(self) -> None:
@@ -309,10 +313,13 @@ class Together:
             self._count(held, largest2)
 
     def _rates(self) -> tuple[list[list[float]], Tensor, Tensor]:
-        """Stepsizes of each block's weight and bias, and of each unit with β."""
+        """Stepsizes of each block's weight and bias, and of each unit with what its direction is multiplied by."""
         lay, beta = self.layout, self.fixed.beta
         both = [[float(r) for r in rates(b)] for b in lay.blocks]
-        columns = [[r[0] * b, (r[1] if len(r) > 1 else 0.0) * b] for r, b in zip(both, beta, strict=True)]
+        scale = 1 - self.momentum if self.even else 1.0
+        columns = [
+            [r[0] * b * scale, (r[1] * b * scale if len(r) > 1 else 0.0)] for r, b in zip(both, beta, strict=True)
+        ]
         rate, bias_rate = lay.units.widen(lay.tensor(columns)).T.contiguous()
         return both, rate, bias_rate
 
@@ -367,16 +374,16 @@ class Together:
     def _even(self) -> Tensor:
         """Eq. 11 per unit: one over the root of its running mean square, damped."""
         lay, room, now, masses = self.layout, self.room, self.fixed, self.coordinates.square_mass
-        weights, one = [], 1 - self.momentum
+        weights: list[float] = []
         for k, decay in enumerate(now.decays):
             weight, masses[k] = moments.gain(masses[k], decay)
             weights.append(weight)
         k = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
         bias = room.unit[at.BIAS_GRAD]
-        square = torch.addcmul(room.unit[at.SQUARE], bias, bias).mul_(one * one)
+        square = torch.addcmul(room.unit[at.SQUARE], bias, bias).mul_(now.shrunk)
         average = room.squares.lerp_(square, k)
         level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
-        return inverse_root(torch.maximum(average, square).add_(level), room.tiny).mul_(one)
+        return inverse_root(torch.maximum(average, square).add_(level), room.tiny)
 
     def _displace(self, steps: list[Tensor], motion: rows.Motion, both: list[list[float]]) -> None:
         """Move weights and biases."""
@@ -396,7 +403,7 @@ class Together:
         torch._foreach_addcmul_(room.weights, steps, room.row_of[at.STEP], value=-1)
         if lay.biased:
             room.unit[at.BIAS].copy_(motion.bias)
-            torch._foreach_add_(room.biases, room.biases_of[at.BIAS])
+            torch._foreach_sub_(room.biases, room.biases_of[at.BIAS])
 
     def _count(self, held: list[float] | None, largest2: Tensor | None) -> None:
         """What the guards did, for `fired` and monitors."""

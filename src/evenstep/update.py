@@ -82,27 +82,18 @@ def moving_frame(
     )
 
 
-def settled_frame(
-    vx: Tensor,
-    square: Tensor,
-    *,
-    share: Tensor,
-    fresh_max: Tensor,
-    over: Segments,
-    spread: Tensor,
-    fresh_spread: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`moving_frame` for layers that have moments and a usable batch, `square` its ⟨(x − mx)²⟩.
+def settled_frame(vx: Tensor, squares: Tensor, share: Tensor, over: Segments, out: Tensor) -> tuple[Tensor, bool]:
+    """`moving_frame` for layers that have moments and a usable batch.
 
-    Writes both spreads to where they are to be. Gives the variance after the fresh-max guard, and its sum over each
-    layer, which is not finite if the batch is not. `share` is the damping over the layer's number of inputs.
+    `squares` is the batch's ⟨(x − mx)²⟩ and the same over τ, of the fresh-max guard; `share` is the damping over the
+    layer's number of inputs. Writes `fresh_spread` and `spread` to `out`, both with inputs along the last dimension.
+    Gives the sum over each layer of what it has damped, which is not finite if the batch is not, and whether the guard
+    let all variances be.
     """
-    raised = torch.maximum(vx, square / fresh_max)
-    total = over.total(raised)
-    floor = over.widen(total).mul_(share)
-    torch.add(raised, floor, out=spread)
-    torch.maximum(vx, square, out=fresh_spread).add_(floor)
-    return raised, total
+    _, raised = torch.maximum(vx, squares, out=out)
+    total, same = over.total(raised), torch.equal(raised, vx)
+    out.add_(over.widen(total).mul_(share))
+    return total, same
 
 
 def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
