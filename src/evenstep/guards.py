@@ -44,8 +44,8 @@ def trust_factor(
     """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and which units were held back.
 
     c_j is `radius`, or, given the layer's typical squared relative step, at most CROWD times its root, though never
-    under LEAST times `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which then
-    grows by the whole radius, step after step; its relative step stands out of the crowd.
+    under LEAST times `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which
+    then grows by the whole radius, step after step; its relative step stands out of the crowd.
 
     >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
     (tensor([0.2000, 1.0000]), tensor([ True, False]))

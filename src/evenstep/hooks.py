@@ -18,6 +18,7 @@ from .kernels import moments as moments_kernel
 from .layers import SHAPED, LayerKind, Look
 from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 
+TALLY = ("rows", "zeros", "applied", "examples")
 HELD = 2**18  # numbers beyond which a call is added up at once
 
 
@@ -27,6 +28,7 @@ class Glance(NamedTuple):
     rows: Lattice
     look: Look
     others: list[int]  # the dimensions that rows run along
+    behind: int  # how many of them lie behind the inputs
 
 
 class Stage:
@@ -43,6 +45,11 @@ class Stage:
     from the centre and counts on the host, until `slots` and `tally` are asked for; the host knows them to be zero
     otherwise by the tensors' versions, which compiled code raises, too.
     """
+
+    rows: Tensor
+    zeros: Tensor
+    applied: Tensor
+    examples: Tensor
 
     def __init__(
         self,
@@ -101,25 +108,11 @@ class Stage:
             self.held_counts = [0, 0, 0, 0]
         return self._tally
 
-    @property
-    def rows(self) -> Tensor:
-        """How many rows were added up."""
-        return self.tally[0]
-
-    @property
-    def zeros(self) -> Tensor:
-        """How many rows of zeros the layer has put between them."""
-        return self.tally[1]
-
-    @property
-    def applied(self) -> Tensor:
-        """How often the weight was used."""
-        return self.tally[2]
-
-    @property
-    def examples(self) -> Tensor:
-        """How many examples came by."""
-        return self.tally[3]
+    def __getattr__(self, name: str) -> Tensor:
+        """The numbers of the tally: `rows`, `zeros`, `applied`, `examples`."""
+        if name not in TALLY:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return self.tally[TALLY.index(name)]
 
     def _add_up(self) -> None:
         """Let what is held be sums."""
@@ -142,7 +135,7 @@ class Stage:
         """The tally as numbers, on the CPU."""
         if self._tally._version == self.empty_at[1]:
             return self.held_counts
-        return self.tally.tolist()  # type: ignore[no-any-return]
+        return self.tally.tolist()
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
@@ -190,15 +183,17 @@ class Stage:
         """Add one eager call on the CPU, in as few operations as may be until it is asked for."""
         if not self._tally.is_cpu:
             self.to(x.device)
-        self._add_up()
+        if self.held is not None:
+            self._add_up()
         look, x = glance.look, glance.rows.of(x.detach())
-        self._centre_on(x, look.dim)
-        behind = x.dim() - 1 - look.dim
-        centre = self.centres.get(behind)
+        if not self.centred:
+            self._centre_on(x, look.dim)
+        centre = self.centres.get(glance.behind)
         if centre is None:
-            centre = self.centres[behind] = self.centre.view(-1, *[1] * behind)
-        self.held = (x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, glance.others
-        if self.held[0].numel() > HELD:
+            centre = self.centres[glance.behind] = self.centre.view(-1, *[1] * glance.behind)
+        deviation = (x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre
+        self.held = deviation, glance.others
+        if deviation.numel() > HELD:
             self._add_up()
         counts, now = self.held_counts, self.clock._version
         counts[0] += glance.rows.rows
@@ -283,7 +278,7 @@ class Watch:
         """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run."""
         if not (module.training and torch.is_grad_enabled()) or in_transform() or recomputing():
             return
-        if self.shaped and not torch.compiler.is_compiling() and self._glanced(module, args, kwargs, output):
+        if self.shaped and self._glanced(module, args, kwargs, output):
             return
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -300,7 +295,7 @@ class Watch:
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show a call on the CPU to the stage, if it is one with plain tensors that are not empty."""
         x = args[0] if args else next(iter(kwargs.values()))
-        if type(x) is not Tensor or not x.is_cpu:
+        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
             return False
         key, stage = (x.shape, x.stride(), output.shape), self.stages[0]
         glance = self.glances.get(key)
@@ -312,7 +307,7 @@ class Watch:
                 self.glances.clear()
             found = lattice(x.detach(), look.dim, stage.limit)
             others = [d for d in range(x.dim()) if d != look.dim]
-            glance = self.glances[key] = Glance(found, look._replace(x=None), others)
+            glance = self.glances[key] = Glance(found, look._replace(x=None), others, x.dim() - 1 - look.dim)
         assert stage is not None
         stage.hold(x, glance)
         self.traffic.rows = True

@@ -100,7 +100,7 @@ def lattice(x: Tensor, dim: int, limit: int | None) -> Lattice:
             [10., 11.]])
     """
     found = thinned(x, dim, limit)
-    rows, offset = found.numel() // max(1, found.shape[dim]), found.storage_offset() - x.storage_offset()
+    rows, offset = found.numel() // max(1, found.shape[dim]), int(found.storage_offset() - x.storage_offset())
     return Lattice(tuple(found.shape), found.stride(), offset, rows, found is x)
 
 

@@ -209,7 +209,7 @@ class CoordinateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._ready(torch.compiler.is_compiling())
+        ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
         if ready is not None:
             self._step_blocks(*ready)
         if self._collector is not None:
@@ -217,10 +217,14 @@ class CoordinateOptimizer(Optimizer):
         return loss
 
     @_disable_dynamo
+    def _ready_apart(self) -> tuple[Plan, Tensor | None] | None:
+        """What compilers leave to the host."""
+        return self._ready(compiled=True)
+
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """What moves in this step, with its state, and whether ranks have found their gradients finite.
 
-        None after an empty batch. Compilers leave all this to the host.
+        None after an empty batch.
         """
         first = not self._complete
         if first:

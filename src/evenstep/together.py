@@ -208,8 +208,9 @@ class Coordinates:
         for k in lay.moving:
             weight, self.mass[k] = moments.gain(self.mass[k], self.fixed.decays[k])
             weights.append(weight)
-        k = weights[0] if len({*weights}) == 1 else lay.inputs.widen(lay.tensor([*weights, 0]))
-        moments.fold_settled(room.mx, room.vx, room.offset, room.square, k)
+        alike = len({*weights}) == 1
+        weight_of_batch = weights[0] if alike else lay.inputs.widen(lay.tensor([*weights, 0]))
+        moments.fold_settled(room.mx, room.vx, room.offset, room.square, weight_of_batch)
         centres, versions = [], [room.moments._version]
         for stage in room.moving:
             centres.append(stage.centre)
@@ -378,10 +379,10 @@ class Together:
         for k, decay in enumerate(now.decays):
             weight, masses[k] = moments.gain(masses[k], decay)
             weights.append(weight)
-        k = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
+        of_batch: float | Tensor = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
         bias = room.unit[at.BIAS_GRAD]
         square = torch.addcmul(room.unit[at.SQUARE], bias, bias).mul_(now.shrunk)
-        average = room.squares.lerp_(square, k)
+        average = room.squares.lerp_(square, of_batch)
         level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
         return inverse_root(torch.maximum(average, square).add_(level), room.tiny)
 
