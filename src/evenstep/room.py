@@ -17,7 +17,7 @@ from .rows import RowSums
 
 # rows of `Room.vectors`, one value per input, and of `Room.columns`, one per column of a weight; the last two are for
 # layers without bias
-MU, VX, SCALED, SHIFT, ALPHA, FRESH, SPREAD, BENT, BENT_FRESH = range(9)
+SCALED, SHIFT, ALPHA, FRESH, SPREAD, BENT, BENT_FRESH = range(7)
 # rows of `Room.units`
 SQUARE, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
 MASS, SHARING, SQUARE_MASS = range(3)  # rows of `Room.layers`
@@ -38,8 +38,9 @@ class Room:
         self.layers = torch.zeros(3, len(lay.blocks), dtype=lay.dtype)
         self.squares = torch.zeros(lay.total, dtype=lay.dtype)
         self.vectors = torch.zeros(rows, lay.identity + 1, dtype=lay.dtype)
-        self.moments = self.vectors[:2]  # mx and vx
+        self.moments = torch.zeros(2, lay.identity + 1, dtype=lay.dtype)  # mx and vx
         self.columns = torch.zeros(rows, len(lay.column), dtype=lay.dtype)
+        self.mu = torch.zeros(len(lay.column), dtype=lay.dtype)
         self.units = torch.zeros(BIAS_STEP + 1, lay.total, dtype=lay.dtype)
         self.parameters = [p for b in lay.blocks for p in b.parameters]
         self.steps = torch.zeros(len(self.parameters), dtype=state[self.parameters[0]]["step"].dtype)
@@ -74,6 +75,7 @@ class Room:
         self.none, self.tiny = lay.nothing[0], torch.finfo(lay.dtype).tiny
         self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
         self.biases = [lay.blocks[k].biases[0] for k in lay.biased]
+        self.one = torch.ones(1)
         self.masses = self.layers[::2]  # both masses
         self.full = torch.ones_like(self.masses)
         self.seen = self.units[SQUARE : BIAS_GRAD + 1]  # finite if all gradients are
@@ -81,7 +83,8 @@ class Room:
         self.steps_fired = lay.fired[:, 2] if lay.guarded else self.squares[:0]
         self.noted = True  # whether `last` may have other counts than zeros
         self.mean_of = [self.mx[lay.base[k] : lay.base[k] + n] for k, n in self._sized()]
-        self.column_of = self._columns()
+        self.column_of = [self._columns(row) for row in self.columns]
+        self.mu_of = self._columns(self.mu)
         self.unit_of = [self._per_unit(row) for row in self.unit]
         self.row_of = [[v.unsqueeze(-1) for v in some] for some in self.unit_of]
         self.biases_of = [[some[k].view(-1) for k in lay.biased] for some in self.unit_of]
@@ -109,12 +112,12 @@ class Room:
         found += [(p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True)]
         return [(p, [(name, place) for q, name, place in found if q is p]) for p in self.parameters]
 
-    def _columns(self) -> list[dict[int, Tensor]]:
-        """For each row of `columns` what each moving block sees of it, to meet its weight."""
+    def _columns(self, values: Tensor) -> dict[int, Tensor]:
+        """What each moving block sees of values per column, to meet its weight."""
         lay = self.layout
-        wide = dict(zip(lay.moving, torch.split(self.columns, lay.column_sizes, 1), strict=True))
+        wide = zip(lay.moving, torch.split(values, lay.column_sizes), strict=True)
         shapes = {k: (-1,) if lay.shapes[k][0] == 1 else (lay.shapes[k][0], 1, -1) for k in lay.moving}
-        return [{k: w[row].view(shapes[k]) for k, w in wide.items()} for row in range(len(self.columns))]
+        return {k: w.view(shapes[k]) for k, w in wide}
 
     def _per_unit(self, values: Tensor) -> list[Tensor]:
         """What each block has of a value per unit: [unit], or [group, unit]."""

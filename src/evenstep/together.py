@@ -134,8 +134,7 @@ class Coordinates:
             torch.mul(alpha, shift, out=place[at.BENT])
             torch.mul(place[at.BENT], place[at.FRESH], out=place[at.BENT_FRESH])
         torch.index_select(room.vectors, 1, lay.column, out=room.columns)
-        if not self.settled:
-            room.columns[at.MU].copy_(mu.index_select(0, lay.column))
+        torch.index_select(mu, 0, lay.column, out=room.mu)
         self.mu = mu
 
     def _centred(self) -> bool:
@@ -150,7 +149,7 @@ class Coordinates:
         room, over = self.room, self.layout.inputs
         torch.div(room.batch, self.fixed.divisors, out=room.means)
         total, same = update.settled_frame(
-            room.vx, room.squares_of_batch, self.fixed.input_share, over, out=room.spreads
+            room.vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]
         )
         if not all(map(math.isfinite, total.tolist())):
             return False
@@ -347,7 +346,7 @@ class Together:
     def _sums(self, steps: list[Tensor]) -> rows.RowSums:
         """Add up the rows."""
         lay, room = self.layout, self.room
-        mu, spread, fresh = (room.column_of[row] for row in (at.MU, at.SPREAD, at.FRESH))
+        mu, spread, fresh = room.mu_of, room.column_of[at.SPREAD], room.column_of[at.FRESH]
         for k in lay.moving:
             room.times(steps[k], mu[k], at.ALONG, k)
         if self.fixed.guarded:
@@ -409,7 +408,7 @@ class Together:
     def _count(self, held: list[float] | None, largest2: Tensor | None) -> None:
         """What the guards did, for `fired` and monitors."""
         lay, room, raised = self.layout, self.room, self.coordinates.raised
-        room.steps_fired.add_(1)
+        room.steps_fired.add_(room.one)
         if held is None and raised is None and not room.noted and room.largest is not None and largest2 is not None:
             torch.sqrt(largest2, out=room.largest)
             return
