@@ -346,7 +346,8 @@ class Announce(Watch):
         if not (module.training and torch.is_grad_enabled()) or in_transform():
             return
         eager = not torch.compiler.is_compiling()
-        self.ticks = (self.ticks + 1) % 2**20 if eager else self.ticks
+        if eager:
+            self.ticks = (self.ticks + 1) % 2**20
         for clock in self.clocks.values():
             if eager and clock.is_cpu:
                 clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers

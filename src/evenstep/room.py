@@ -19,7 +19,7 @@ from .rows import RowSums
 # layers without bias
 SCALED, SHIFT, ALPHA, FRESH, SPREAD, BENT, BENT_FRESH = range(7)
 # rows of `Room.units`
-SQUARE, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
+NORM, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
 MASS, SHARING, SQUARE_MASS = range(3)  # rows of `Room.layers`
 # what groups may have beside lr
 SETTINGS = ["maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_ratio"]
@@ -78,7 +78,7 @@ class Room:
         self.one = torch.ones(1)
         self.masses = self.layers[::2]  # both masses
         self.full = torch.ones_like(self.masses)
-        self.seen = self.units[SQUARE : BIAS_GRAD + 1]  # finite if all gradients are
+        self.seen = self.units[NORM : BIAS_GRAD + 1]  # finite if all gradients are
         self.largest = lay.last[:, 2] if len(lay.guarded) == len(lay.blocks) else None
         self.steps_fired = lay.fired[:, 2] if lay.guarded else self.squares[:0]
         self.noted = True  # whether `last` may have other counts than zeros

@@ -249,12 +249,12 @@ class Together:
         self.on_v = self._on_v()
 
     def _on_v(self) -> list[Tensor]:
-        """The gradient on v of every row over 1 − momentum; also its square, and the biases' gradients."""
+        """The gradient on v of every row over 1 − momentum; also its norm, and the biases' gradients."""
         lay, room, found = self.layout, self.room, self.room.like_weights()
         if lay.biased:
             room.gather(at.BIAS_GRAD, [gradient(lay.blocks[k].biases[0]) for k in lay.biased])
             room.unit[at.BIAS_GRAD].mul_(self.fixed.unit_scale)
-        columns, sums = room.column_of[at.SCALED], room.unit_of[at.SQUARE]
+        columns, norms = room.column_of[at.SCALED], room.unit_of[at.NORM]
         for k, block in enumerate(lay.blocks):
             grad = room.rows_of_gradient(k, gradient(block.weight))
             torch.mul(grad, columns[k] if k in columns else self.fixed.scales[k], out=found[k])
@@ -262,11 +262,11 @@ class Together:
             torch._foreach_addcmul_([found[k] for k in room.shifted], *room.shifts, value=-1)
         if self.projection is not None:
             self._project(found, self.projection.kappa)
-        for k, step in enumerate(found):
+        for step, norm in zip(found, norms, strict=True):
             if self.even:
-                room.times_squares(step, None, at.SQUARE, k)
+                torch.linalg.vector_norm(step, 2, -1, out=norm)
             else:
-                torch.sum(step, -1, out=sums[k])  # whether it is finite is all that is asked
+                torch.sum(step, -1, out=norm)  # whether it is finite is all that is asked
         return found
 
     def _project(self, found: list[Tensor], kappa: Tensor) -> None:
@@ -379,8 +379,8 @@ class Together:
             weight, masses[k] = moments.gain(masses[k], decay)
             weights.append(weight)
         of_batch: float | Tensor = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
-        bias = room.unit[at.BIAS_GRAD]
-        square = torch.addcmul(room.unit[at.SQUARE], bias, bias).mul_(now.shrunk)
+        norm, bias = room.unit[at.NORM], room.unit[at.BIAS_GRAD]
+        square = torch.addcmul(norm * norm, bias, bias).mul_(now.shrunk)
         average = room.squares.lerp_(square, of_batch)
         level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
         return inverse_root(torch.maximum(average, square).add_(level), room.tiny)
