@@ -28,6 +28,7 @@ ORDER = [
     "report",
     "motion",
     "layout",
+    "room",
     "together",
     "distributed",
     "shell",

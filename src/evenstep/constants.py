@@ -43,6 +43,15 @@ def inverse(x: Tensor) -> Tensor:
     return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
 
 
+def inverse_root(x: Tensor, tiny: float | None = None, out: Tensor | None = None) -> Tensor:
+    """The root of `inverse`: 1/√x where x > tiny, else 0.
+
+    >>> inverse_root(torch.tensor([4.0, 0.0]))
+    tensor([0.5000, 0.0000])
+    """
+    return torch.rsqrt(torch.threshold(x, tiny or torch.finfo(x.dtype).tiny, torch.inf), out=out)
+
+
 def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     """β² = 1/√(n·S), n the fan-in with the kernel's area, S how often a weight is shared per example (§3.5, eq. 12).
 

@@ -11,6 +11,7 @@ from .coordinates import mean_response, per_input, per_unit
 from .segments import WHOLE, Segments, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
+LEAST = 0.1  # the share of its radius that the crowd leaves to a unit in any case
 
 
 def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +44,8 @@ def trust_factor(
     """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and which units were held back.
 
     c_j is `radius`, or, given the layer's typical squared relative step, at most CROWD times its root, though never
-    under a tenth of `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which then
-    grows by the whole radius, step after step; its relative step stands out of the crowd.
+    under LEAST times `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which
+    then grows by the whole radius, step after step; its relative step stands out of the crowd.
 
     >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
     (tensor([0.2000, 1.0000]), tensor([ True, False]))
@@ -53,11 +54,20 @@ def trust_factor(
     """
     bound2 = radius * radius * unit2.clamp(min=floor * floor)
     if typical2 is not None:
-        crowd2 = (CROWD * CROWD * typical2).clamp(min=radius * radius / 100)
+        crowd2 = (CROWD * CROWD * typical2).clamp(min=radius * radius * (LEAST * LEAST))
         bound2 = torch.fmin(bound2, crowd2 * unit2.clamp(min=floor * floor))
     over = step2 > bound2
     factor = torch.where(over, (bound2 / step2.clamp(min=torch.finfo(step2.dtype).tiny)).sqrt(), 1.0)
     return factor, over
+
+
+def surely_free(largest2: float, radius: float, crowd: bool) -> bool:
+    """Whether no unit of a layer is held back, if its largest squared relative step is `largest2`, rounding aside.
+
+    >>> surely_free(0.0025, 0.1, crowd=False), surely_free(0.0025, 0.1, crowd=True)
+    (True, False)
+    """
+    return largest2 <= (1 - 1e-5) * (radius * (LEAST if crowd else 1.0)) ** 2
 
 
 def relative(unit2: Tensor, step2: Tensor, floor: float) -> Tensor:

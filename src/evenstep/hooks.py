@@ -6,7 +6,7 @@ compiled. It holds its own tensors (module buffers would be broadcast by DDP) an
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,21 @@ from torch.utils.hooks import RemovableHandle
 from . import shards
 from .coverage import Entry
 from .kernels import moments as moments_kernel
-from .layers import LayerKind, Look
-from .moments import Sums, accumulation_dtype, add_zeros, sum_about, thinned
+from .layers import SHAPED, LayerKind, Look
+from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
+
+TALLY = ("rows", "zeros", "applied", "examples")
+HELD = 2**18  # numbers beyond which a call is added up at once
+
+
+class Glance(NamedTuple):
+    """What calls with tensors of one shape show: which rows, and their counts."""
+
+    rows: Lattice
+    look: Look
+    others: list[int]  # the dimensions that rows run along
+    behind: int  # how many of them lie behind the inputs
+    calls: dict[Any, Any]  # of the kernel, by what it must be built for
 
 
 class Stage:
@@ -28,7 +41,16 @@ class Stage:
     announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
     which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and
     steps since the start, `last` the same guards' work in the newest step with its largest relative step.
+
+    On the CPU, where an operation between two layers costs more than its arithmetic, a call is `held` as deviations
+    from the centre and counts on the host, until `slots` and `tally` are asked for; the host knows them to be zero
+    otherwise by the tensors' versions, which compiled code raises, too.
     """
+
+    rows: Tensor
+    zeros: Tensor
+    applied: Tensor
+    examples: Tensor
 
     def __init__(
         self,
@@ -47,30 +69,82 @@ class Stage:
         dtype = accumulation_dtype(like.dtype)
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.clocks = {} if clocks is None else clocks
-        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
+        self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
         self.g2 = torch.zeros(units, dtype=dtype, device=like.device)
-        self.tally = torch.zeros(4, dtype=dtype, device=like.device)
+        self._tally = torch.zeros(4, dtype=dtype, device=like.device)
         self.seen = torch.zeros((), device=like.device)
         self.centred = False  # whether the host knows that the centre is a running mean
         self.counts: dict[tuple[int, int, int], Tensor] = {}
+        self.held: tuple[Tensor, list[int]] | None = None
+        self.held_sums: tuple[Tensor, Tensor] | None = None
+        self.held_counts: list[float] = [0, 0, 0, 0]
+        self.seen_at = 0  # the clock's version when the host last looked
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
         self._name()
 
     def _name(self) -> None:
-        self.rows, self.zeros, self.applied, self.examples = self.tally.unbind()
-        self.first, self.second = self.slots[0].unbind()
+        self._counts = self._tally.unbind()
+        self._sums = self._slots[0].unbind()
         self.counts = {}
-        device = self.tally.device
+        self.centres: dict[int, Tensor] = {}
+        self.empty_at = -1, -1
+        device = self._tally.device
         self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
+
+    @property
+    def slots(self) -> Tensor:
+        """Σ(x − c) and Σ(x − c)²."""
+        self._add_up()
+        if self.held_sums is not None:
+            torch._foreach_add_(self._sums, self.held_sums)
+            self.held_sums = None
+        return self._slots
+
+    @property
+    def tally(self) -> Tensor:
+        """Rows, rows of zeros, uses of the weight, and examples."""
+        if any(self.held_counts):
+            self._tally.add_(self._tally.new_tensor(self.held_counts))
+            self.held_counts = [0, 0, 0, 0]
+        return self._tally
+
+    def __getattr__(self, name: str) -> Tensor:
+        """The numbers of the tally: `rows`, `zeros`, `applied`, `examples`."""
+        if name not in TALLY:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return self.tally[TALLY.index(name)]
+
+    def _add_up(self) -> None:
+        """Let what is held be sums."""
+        if self.held is not None:
+            found, self.held = squared(*self.held), None
+            if self.held_sums is not None:
+                torch._foreach_add_(self.held_sums, found)
+            else:
+                self.held_sums = found
+
+    def sums_here(self) -> tuple[Tensor, Tensor]:
+        """Σ(x − c) and Σ(x − c)² on the CPU."""
+        self._add_up()
+        if self.held_sums is not None and self._slots._version == self.empty_at[0]:
+            return self.held_sums
+        first, second = self.slots[0]
+        return first, second
+
+    def counts_here(self) -> list[float]:
+        """The tally as numbers, on the CPU."""
+        if self._tally._version == self.empty_at[1]:
+            return self.held_counts
+        return self.tally.tolist()
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        if self.tally.device != device:
-            whole = self.slots.sum(0)
-            self.slots = self.slots.new_zeros(moments_kernel.slots(self.slots, device), *whole.shape)
-            self.slots[0] = whole
-            for name in ("slots", "centre", "g2", "tally", "seen", "fired", "last"):
+        if self._tally.device != device:
+            whole, self._tally = self.slots.sum(0), self.tally.to(device)
+            self._slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
+            self._slots[0] = whole
+            for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._name()
 
@@ -85,21 +159,62 @@ class Stage:
         if look.x is not None:
             self.to(look.x.device)
         x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
-        if x is not None and moments_kernel.serves(x, self.slots):
-            moments_kernel.add(x, look, self)
+        if x is not None and moments_kernel.serves(x, self._slots):
+            moments_kernel.add(x, look, self, {})
             return
         self._count(0 if x is None else x.numel() // x.shape[look.dim], look)
         if x is None:
             return
+        self._centre_on(x, look.dim)
+        first, second = sum_about(x, self.centre, look.dim)
+        sums = self._slots[0].unbind() if torch.compiler.is_compiling() else self._sums
+        sums[0].add_(first)
+        sums[1].add_(second)
+
+    def _centre_on(self, x: Tensor, inputs: int) -> None:
+        """Let the first row be the centre where there is none."""
         if torch.compiler.is_compiling() or not self.centred:
             row = x
             for dim in reversed(range(x.dim())):
-                row = row if dim == look.dim else row.select(dim, 0)
+                row = row if dim == inputs else row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-        first, second = sum_about(x, self.centre, look.dim)
-        sums = self.slots[0].unbind() if torch.compiler.is_compiling() else (self.first, self.second)
-        sums[0].add_(first)
-        sums[1].add_(second)
+
+    def hold(self, x: Tensor, glance: Glance) -> None:
+        """Add one eager call on the CPU, in as few operations as may be until it is asked for."""
+        if not self._tally.is_cpu:
+            self.to(x.device)
+        if self.held is not None:
+            self._add_up()
+        look, x = glance.look, glance.rows.of(x.detach())
+        if not self.centred:
+            self._centre_on(x, look.dim)
+        centre = self.centres.get(glance.behind)
+        if centre is None:
+            centre = self.centres[glance.behind] = self.centre.view(-1, *[1] * glance.behind)
+        deviation = (x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre
+        self.held = deviation, glance.others
+        if deviation.numel() > HELD:
+            self._add_up()
+        counts, now = self.held_counts, self.clock._version
+        counts[0] += glance.rows.rows
+        counts[1] += look.zeros
+        counts[2] += look.applied
+        if self.seen._version:  # compiled calls look at the tensors
+            new = self.clock.item() != self.seen.item()
+            self.seen.copy_(self.clock)
+        else:
+            new = not now or now != self.seen_at
+        self.seen_at = now
+        counts[3] += look.examples if new else 0
+
+    def launch(self, x: Tensor, glance: Glance) -> bool:
+        """Add one eager call on a GPU by the kernel, if it takes such tensors."""
+        self.to(x.device)
+        x = glance.rows.of(x.detach())
+        served = moments_kernel.serves(x, self._slots)
+        if served:
+            moments_kernel.add(x, glance.look, self, glance.calls)
+        return served
 
     def _count(self, rows: int, look: Look) -> None:
         """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept.
@@ -108,7 +223,7 @@ class Stage:
         """
         new, key = self.seen != self.clock, (rows, look.zeros, look.applied)
         if torch.compiler.is_compiling():
-            *tally, examples = self.tally.unbind()
+            *tally, examples = self._tally.unbind()
             for total, count in zip(tally, key, strict=True):
                 total.add_(count)
             examples.add_(new, alpha=look.examples)
@@ -116,9 +231,9 @@ class Stage:
             if key not in self.counts:
                 if len(self.counts) > 8:  # sizes that never come back need not be kept
                     self.counts.clear()
-                self.counts[key] = self.tally.new_tensor([*key, 0])
-            self.tally.add_(self.counts[key])
-            self.examples.add_(new, alpha=look.examples)
+                self.counts[key] = self._tally.new_tensor([*key, 0])
+            self._tally.add_(self.counts[key])
+            self._counts[3].add_(new, alpha=look.examples)
         self.seen.copy_(self.clock)
 
     def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
@@ -126,10 +241,25 @@ class Stage:
         self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
         self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
 
-    @property
-    def staged(self) -> list[Tensor]:
-        """What a step uses up."""
-        return [self.slots, self.tally, *([self.g2] if self.units else [])]
+    def use_up(self) -> list[Tensor]:
+        """Drop what is held, and name the tensors that are to be zeroed for the next step."""
+        self.held, self.held_sums, self.held_counts = None, None, [0, 0, 0, 0]
+        found = [self.g2] if self.units else []
+        if not self._tally.is_cpu or self.empty_at != (self._slots._version, self._tally._version):
+            found += [self._slots, self._tally]
+        return found
+
+    def emptied(self) -> None:
+        """Note that these are zero now."""
+        self.empty_at = self._slots._version, self._tally._version
+
+
+def squared(deviation: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
+    """Σ(x − c) and Σ(x − c)², the deviations used up."""
+    if not others:
+        return deviation, deviation * deviation
+    first = deviation.sum(others)
+    return first, deviation.mul_(deviation).sum(others)
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
@@ -177,6 +307,8 @@ class Watch:
         """`stages` has one place per slot, None for a slot that nobody trains."""
         self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
         self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
+        self.glances: dict[Any, Glance] = {}
+        self.shaped = inputs and not gradients and type(kind) in SHAPED  # whether shapes tell all but the numbers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run.
@@ -186,6 +318,8 @@ class Watch:
         In compiled code, the output whose gradient is watched; else nothing, which leaves the layer its own.
         """
         if not (module.training and torch.is_grad_enabled() and trains(module)) or in_transform() or recomputing():
+            return None
+        if self.shaped and self._glanced(module, args, kwargs, output):
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -198,6 +332,30 @@ class Watch:
                 if look.applied:
                     stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
         return self._watch_gradient(output)
+
+    def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
+        """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        if torch.compiler.is_compiling() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+            return False
+        key, stage = (x.shape, x.stride(), output.shape), self.stages[0]
+        glance = self.glances.get(key)
+        if glance is None:
+            (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
+            if stage is None or look is None or not look.applied or not x.numel():
+                return False
+            if len(self.glances) > 8:  # sizes that never come back need not be kept
+                self.glances.clear()
+            found = lattice(x.detach(), look.dim, stage.limit)
+            others = [d for d in range(x.dim()) if d != look.dim]
+            glance = self.glances[key] = Glance(found, look._replace(x=None), others, x.dim() - 1 - look.dim, {})
+        assert stage is not None
+        if x.is_cpu:
+            stage.hold(x, glance)
+        elif not stage.launch(x, glance):
+            return False
+        self.traffic.rows = True
+        return True
 
     def _watch_gradient(self, output: Any) -> Any:
         """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations.
@@ -232,14 +390,21 @@ class Announce(Watch):
 
     def __init__(self, clocks: dict[torch.device, Tensor]) -> None:
         """The clocks of the model's stages."""
-        self.clocks = clocks
+        self.clocks, self.ticks = clocks, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
-        if module.training and torch.is_grad_enabled() and not in_transform():
-            with torch.no_grad():
-                for clock in self.clocks.values():
-                    clock.copy_(clock.nan_to_num().add(1).remainder(2**20))
+        if not (module.training and torch.is_grad_enabled()) or in_transform():
+            return
+        eager = not torch.compiler.is_compiling()
+        if eager:
+            self.ticks = (self.ticks + 1) % 2**20
+        for clock in self.clocks.values():
+            if eager and clock.is_cpu:
+                clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
+            else:
+                with torch.no_grad():
+                    clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
 
 
 class Inert:
@@ -322,8 +487,11 @@ class Collector:
 
     def clear(self) -> None:
         """Forget what was staged: it has been used, or is not to be."""
-        if self.stages:
-            torch._foreach_zero_([t for stage in self.stages.values() for t in stage.staged])
+        used = [t for stage in self.stages.values() for t in stage.use_up()]
+        if used:
+            torch._foreach_zero_(used)
+            for stage in self.stages.values():
+                stage.emptied()
         self.traffic.rows = self.traffic.empty = False
 
 

@@ -137,6 +137,9 @@ class ConvTransposeKind(ConvKind):
         return [Look(x, channels, x.shape[0] if channels else 1, applied, max(0, positions - applied))]
 
 
+SHAPED = (LayerKind, TransposedKind, ConvKind, ConvTransposeKind)  # kinds whose `look` goes by shapes alone
+
+
 class AttentionKind(LayerKind):
     """MultiheadAttention: the packed in_proj sees the module's input in self-attention; the rest shows only shapes."""
 

@@ -110,7 +110,9 @@ class Layout:
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
         self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
-        self.started = False  # whether the host knows that every layer has moments
+        self.plain_room: Any = None  # what the CPU keeps from step to step
+        self.all_seen = False  # whether the host knows that every layer was called before this step
+        self.counts_steps = self.device.type == "cpu"  # whether a step together counts itself
         self.captured = False  # whether a CUDA graph holds its addresses
         self._group()
         self._column()

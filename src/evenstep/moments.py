@@ -5,12 +5,14 @@ sums about a centre, `Sums`. Once per step the sums become the batch's moments a
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .segments import WHOLE, Segments, Whole
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class Sums(NamedTuple):
@@ -44,9 +46,9 @@ def sum_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     >>> sum_about(torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([1.0, 5.0]), dim=1)
     (tensor([2., 0.]), tensor([4., 2.]))
     """
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
-    deviation = x.to(centre.dtype) - centre.view(shape)
+    dim, rank = dim % x.dim(), x.dim()
+    others = [d for d in range(rank) if d != dim]
+    deviation = x.to(centre.dtype) - (centre if dim == rank - 1 else centre.view(-1, *[1] * (rank - 1 - dim)))
     if not others:
         return deviation, deviation * deviation
     return deviation.sum(others), (deviation * deviation).sum(others)
@@ -72,6 +74,34 @@ def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
     for d in ([0] if dim else []) + positions:  # examples, then what rounding has left over
         x, rows = every(x, d, -(-rows // limit), rows)
     return x
+
+
+class Lattice(NamedTuple):
+    """Where the rows that `thinned` keeps lie in any tensor of one shape and one order in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    rows: int
+    whole: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """Those rows of `x`, in one operation."""
+        return x if self.whole else x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+
+def lattice(x: Tensor, dim: int, limit: int | None) -> Lattice:
+    """The lattice of tensors like `x`.
+
+    >>> x = torch.arange(12.0).view(6, 2)
+    >>> lattice(x, 1, 3).of(x)
+    tensor([[ 2.,  3.],
+            [ 6.,  7.],
+            [10., 11.]])
+    """
+    found = thinned(x, dim, limit)
+    rows, offset = found.numel() // max(1, found.shape[dim]), int(found.storage_offset() - x.storage_offset())
+    return Lattice(tuple(found.shape), found.stride(), offset, rows, found is x)
 
 
 def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
@@ -125,7 +155,7 @@ def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
     return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
 
 
-def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
+def gain(mass: Number, decay: Number | float) -> tuple[Number, Number]:
     """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
 
     >>> gain(torch.tensor(0.0), 0.75)
@@ -150,6 +180,25 @@ torch.tensor([1.0]), 0.5)
     k, mass = gain(running.mass, decay)
     d = mean - running.mx
     return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
+
+
+def fold_settled(mx: Tensor, vx: Tensor, offset: Tensor, square: Tensor, k: float | Tensor) -> None:
+    """`fold` in place for a batch of weight k summed about mx itself: `offset` is ⟨x − mx⟩, `square` ⟨(x − mx)²⟩.
+
+    Then k var + k(1−k) d² is k `square` − k² d².
+
+    >>> mx, vx, one = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0])
+    >>> fold_settled(mx, vx, one, 5 * one, 0.5 * one)
+    >>> mx, vx
+    (tensor([1.5000]), tensor([3.7500]))
+    """
+    if isinstance(k, float) and k < 0.5:  # far from a difference that could be negative by rounding
+        mx.add_(offset, alpha=k)
+        vx.lerp_(square, k).addcmul_(offset, offset, value=-k * k)
+    else:
+        moved = offset * k
+        mx.add_(moved)
+        vx.lerp_(square, k).addcmul_(moved, moved, value=-1).clamp_(min=0)
 
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:

@@ -9,20 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import guards
 from .segments import Segments
 
 
 class RowSums(NamedTuple):
     """Sums over each unit's row, before its step is scaled: w its weights, D its direction on v."""
 
-    square: Tensor  # ‖gradient on v‖², the bias's included
     along: Tensor  # Σ u D
     stretch: Tensor  # Σ α² f D², f the fresh spread
     bend: Tensor  # Σ α² f u D, where there is no bias
     level: Tensor  # w_0 + Σ μ w
     length2: Tensor  # Σ w² spread
-    bias: Tensor  # the direction of the bias on v
 
 
 class Projection(NamedTuple):
@@ -34,45 +31,33 @@ class Projection(NamedTuple):
 
 
 class Motion(NamedTuple):
-    """What moves each unit: w += `gain` α∘(D − `back` u), w_0 += `bias`; which were held back; how far they wanted."""
+    """What moves each unit: w −= `gain` α∘(D − `back` u), w_0 −= `bias`; `back` is None if all have biases."""
 
     gain: Tensor
-    back: Tensor
+    back: Tensor | None
     bias: Tensor
-    held: Tensor
-    relative2: Tensor
+
+    def shortened(self, factor: Tensor) -> "Motion":
+        """The motion times each unit's trust factor."""
+        return Motion(self.gain * factor, self.back, self.bias * factor)
 
 
-def motion(
-    sums: RowSums,
-    projection: Projection | None,
-    *,
-    scale: Tensor,
-    rate: Tensor,
-    bias_rate: Tensor,
-    radius: Tensor | None,
-    floor: float,
-    crowd: Segments | None,
-) -> Motion:
-    """The motion of each unit for stepsizes `rate` and `bias_rate`, the direction times `scale` (β and the rule's own).
+def motion(sums: RowSums, projection: Projection | None, step: Tensor, bias_step: Tensor) -> Motion:
+    """The motion of each unit: its direction on v times `step`, its bias's `bias_step`."""
+    back = None if projection is None else projection.kappa * sums.along
+    return Motion(step, back, torch.addcmul(bias_step, step, sums.along, value=-1))
 
-    `radius` is each unit's trust radius (inf for none), or None for all; `crowd` bounds it by what is typical of each
-    layer.
-    """
-    step, bias_step = rate * scale, bias_rate * scale * sums.bias
-    gain, bias = -step, step * sums.along - bias_step
-    back = torch.zeros_like(step) if projection is None else projection.kappa * sums.along
-    if radius is None:
-        return Motion(gain, back, bias, torch.zeros_like(step), torch.zeros_like(step))
+
+def reach(
+    sums: RowSums, projection: Projection | None, back: Tensor | None, step: Tensor, bias_step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How long each unit is and how far it would move, both squared and in whitened coordinates."""
     level, stretch = bias_step, sums.stretch
-    if projection is not None:
+    if projection is not None and back is not None:
         level = torch.where(projection.kappa > 0, step * (sums.along - back * projection.norm2), level)
         stretch = (stretch - 2 * back * sums.bend + back * back * projection.bent2).clamp(min=0)
-    step2, unit2 = level * level + step * step * stretch, sums.level * sums.level + sums.length2
-    relative2 = guards.relative(unit2, step2, floor)
-    typical2 = None if crowd is None else guards.typical(relative2, crowd)
-    factor, held = guards.trust_factor(unit2, step2, radius, floor, typical2)
-    return Motion(gain * factor, back, bias * factor, held.to(step.dtype), relative2)
+    unit2 = torch.addcmul(sums.length2, sums.level, sums.level)
+    return unit2, torch.addcmul(level * level, step * step, stretch)
 
 
 def projection(

@@ -60,6 +60,10 @@ class Segments(NamedTuple):
         """Several sums."""
         return tuple(map(self.total, xs))
 
+    def most(self, x: Tensor) -> Tensor:
+        """The largest, one per layer."""
+        return torch.segment_reduce(x, "max", offsets=self.offsets, unsafe=True)
+
     def widen(self, x: Tensor) -> Tensor:
         """One value (or row) per layer, to meet its elements."""
         return x.index_select(0, self.owner)

@@ -217,7 +217,7 @@ class CoordinateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._ready(torch.compiler.is_compiling())
+        ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
         if ready is not None:
             self._step_blocks(*ready)
         if self._collector is not None:
@@ -225,10 +225,14 @@ class CoordinateOptimizer(Optimizer):
         return loss
 
     @_disable_dynamo
+    def _ready_apart(self) -> tuple[Plan, Tensor | None] | None:
+        """What compilers leave to the host."""
+        return self._ready(compiled=True)
+
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """What moves in this step, with its state, and whether ranks have found their gradients finite.
 
-        None after an empty batch. Compilers leave all this to the host.
+        None after an empty batch.
         """
         first = not self._complete
         if first:
@@ -305,7 +309,9 @@ class CoordinateOptimizer(Optimizer):
             self._warn("nonfinite", NONFINITE)
             self._recentre()
             return
-        if not torch.compiler.is_compiling():
+        if not (
+            torch.compiler.is_compiling() or (moving and not plan.rest and all(lay.all_seen for lay in plan.layouts))
+        ):
             self._say_unseen(blocks)
         mask = None if on_host else ok
         for move in moving:
@@ -316,7 +322,8 @@ class CoordinateOptimizer(Optimizer):
                     monitor.note(block, stage, self.state[block.weight])
             move.commit(here)
         self._advance(plan.rest, mask)
-        steps = [self.state[p]["step"] for block in blocks for p in self._counted(block)]
+        counted = [*plan.rest, *(b for lay in plan.layouts if not lay.counts_steps for b in lay.blocks)]
+        steps = [self.state[p]["step"] for block in counted for p in self._counted(block)]
         if steps:
             torch._foreach_add_(steps, 1 if on_host else [ok.to(steps[0])] * len(steps))
         for monitor in self._monitors:
@@ -350,7 +357,8 @@ class CoordinateOptimizer(Optimizer):
             return torch.ones((), dtype=torch.bool)
         device = finite[0].device
         ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
-        self._nonfinite.add_((~ok).to(self._nonfinite.device))
+        if device.type != "cpu" or torch.compiler.is_compiling() or not ok:  # the host need not count what is well
+            self._nonfinite.add_((~ok).to(self._nonfinite.device))
         return ok
 
     @property

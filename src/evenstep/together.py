@@ -1,290 +1,235 @@
-"""The step for many blocks at once, in a number of launches that does not grow with the network.
+"""The step for many blocks at once on the CPU, in as few operations as may be; on a GPU `kernels.step` makes it.
 
 The arithmetic is that of the block-by-block loop in `shell`, which stays as its reference. What belongs to inputs lies
-end to end in one tensor, what belongs to units in another; weights are read twice: on a GPU by `kernels.step`,
-elsewhere by a few operations per block.
+end to end in one tensor, what belongs to units in another; what belongs to layers is read by the host, which leaves out
+what a step does not need. Between two steps a network has driven all of this out of the processor's caches, so what
+counts is how much code runs, Python's included: everything that goes by settings and shapes is made once.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rows, stepsize, update
-from .constants import geometry_beta2
+from . import guards, moments, rows, update
+from . import room as at
+from .constants import geometry_beta2, inverse_root
 from .kernels import step as step_kernel
-from .layout import Layout, as_rows
-from .moments import Running, Sums, fold_mean, gain
+from .layout import Layout
 from .motion import gradient, rates
+from .room import Room
 
-State = dict[str, Any]
+
+class Fixed(NamedTuple):
+    """What goes by settings and by what layers have counted: the same in most steps.
+
+    `scale` is what gradients are multiplied by: β, with the sign of `maximize`, over 1 − momentum, so that they join
+    the momentum by interpolation. `share` is damping over the number of inputs, or of units.
+    """
+
+    sharing: list[float]
+    beta: list[float]
+    scales: list[float]
+    unit_scale: Tensor
+    divisors: Tensor  # per input: rows, rows, and rows times τ
+    tau: Tensor
+    input_scale: Tensor
+    input_share: Tensor
+    decays: list[float]
+    decay: float | None  # if it is the same for all
+    radii: list[float]
+    guarded: bool
+    watched: bool  # whether any guard's work is to be counted
+    decayed: bool
+    eps: Tensor
+    share: Tensor
+    shrunk: Tensor  # (1 − momentum)²
+
+
+def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momentum: float, linear: bool) -> Fixed:
+    """From the settings of the blocks' groups."""
+    lay, blocks = layout, layout.blocks
+    groups, sharing = [b.group for b in blocks], [*old]
+    for k, (_, _, applied, examples) in tally.items():
+        declared = groups[k].get("sharing")
+        if declared is not None or applied:
+            sharing[k] = applied / max(1, examples) if declared is None else declared
+    beta = [1.0] * len(blocks)
+    if linear and tally:
+        found = geometry_beta2(lay.fan_in, lay.tensor([sharing[k] for k in tally])).sqrt().tolist()
+        beta = [dict(zip(tally, found, strict=True)).get(k, 1.0) for k in range(len(blocks))]
+    scales = [(-b if g["maximize"] else b) / (1 - momentum) for g, b in zip(groups, beta, strict=True)]
+    moving = [groups[k] for k in lay.moving]
+    inputs = [
+        [*(tally[k][0] for k in lay.moving), 1],
+        [*(torch.inf if g["fresh_max"] is None else g["fresh_max"] for g in moving), torch.inf],
+        [*(scales[k] for k in lay.moving), 1],
+        [*(g["damping"] / n for g, n in zip(moving, lay.input_sizes, strict=True)), 0],
+    ]
+    radii = [
+        math.inf if s is None or g["trust"] is None else g["trust"] for s, g in zip(lay.stages, groups, strict=True)
+    ]
+    number, tau, input_scale, input_share = lay.inputs.widen(lay.tensor(inputs).T).T.contiguous()
+    decays = [g.get("decay", 0.0) for g in groups]
+    guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
+    shares = [
+        0.0 if b.entry is None else b.group.get("damping", 0.0) / n for b, n in zip(blocks, lay.sizes, strict=True)
+    ]
+    return Fixed(
+        sharing,
+        beta,
+        scales,
+        lay.units.widen(lay.tensor(scales)),
+        torch.stack([number, number, number * tau]),
+        tau,
+        input_scale,
+        input_share,
+        decays,
+        decays[0] if len({*decays}) == 1 else None,
+        radii,
+        guarded,
+        bool(lay.guarded) and (guarded or any(g.get("fresh_max") is not None for g in groups)),
+        any(g["weight_decay"] for b in blocks for g in (b.group, *b.bias_groups)),
+        lay.tensor([g.get("eps", 0.0) for g in groups]),
+        lay.tensor(shares),
+        lay.tensor([(1 - momentum) ** 2]),
+    )
 
 
 class Coordinates:
-    """The coordinates of all moving blocks in one step, and their moments after it."""
+    """The coordinates of all blocks in one step, and their moments after it."""
 
-    def __init__(self, layout: Layout, states: Sequence[State], linear: bool) -> None:
-        """From the states of the blocks' weights and what their stages hold."""
-        self.layout, self.states = layout, states
-        lay = layout
-        self.mine, self.stages = [states[k] for k in lay.moving], lay.staged(lay.moving)
-        self.tally = (
-            torch.stack([s.tally for s in lay.staged(lay.shared)]) if lay.shared else lay.nothing.expand(2, 4)[:0]
+    def __init__(self, layout: Layout, room: Room, momentum: float, linear: bool) -> None:
+        """From the blocks' state and what their stages hold."""
+        self.layout, self.room, lay = layout, room, layout
+        self.mass, sharing, self.square_mass = room.layers.tolist()
+        tally = [s.counts_here() for s in room.shared]
+        lay.all_seen = len(tally) == len(lay.guarded) and all([counts[2] for counts in tally])
+        key = room.settings(), tally, None if lay.all_seen else sharing
+        self.fixed: Fixed = room.kept(
+            "fixed", key, lambda: fixed(lay, dict(zip(lay.shared, tally, strict=True)), sharing, momentum, linear)
         )
-        self.beta = self._beta(linear)
-        self._frame()
+        self.renewed = sharing != self.fixed.sharing
+        self.raised: list[float] | None = None  # how many inputs of each moving layer were raised; None: none
+        if lay.moving:
+            self._frame(dict(zip(lay.shared, tally, strict=True)))
 
-    def _frame(self) -> None:
-        lay, mine, stages, none = self.layout, self.mine, self.stages, self.layout.nothing
-        groups = [lay.blocks[k].group for k in lay.moving]
-        taus = [torch.inf if g["fresh_max"] is None else g["fresh_max"] for g in groups]
-        dampings, decays = [g["damping"] for g in groups], [g["decay"] for g in groups]
-        damping, tau, self.decay = lay.set("inputs", [[*dampings, 0.0], [*taus, torch.inf], [*decays, 0.0]], lay.inputs)
-        slots = torch.cat(
-            [*(s.slots for s in stages), none.expand(stages[0].slots.shape[0] if stages else 1, 2, 1)], -1
-        )
-        first, second = (slots[0] if len(slots) == 1 else slots.sum(0)).unbind()
-        self.centre = torch.cat([*(s.centre for s in stages), none[0]])
-        mx = torch.cat([*(s["mx"] for s in mine), none[0]])
-        vx = torch.cat([*(s["vx"] for s in mine), none[0]])
-        counted = (
-            self.tally[:, 0] if lay.moving == lay.shared else torch.stack([s.rows for s in stages] or [none[0, 0]])
-        )
-        self.mass = torch.stack([s["mass"] for s in mine] or [none[0, 0]])
-        per_layer = torch.stack([counted, self.mass]) if stages else none[:, :0]
-        number, mass = lay.inputs.widen(torch.cat([per_layer, none], 1).T).unbind(1)
-        self.running, sums = Running(mx, vx, mass), Sums(number, first, second)
-        self.sums, self.batch = sums, update.batch_of(sums, self.centre, lay.inputs)
-        self.frame = update.moving_frame(
-            self.running, sums, self.centre, mass, batch=self.batch, damping=damping, fresh_max=tau, over=lay.inputs
-        )
-        self.mu, self.alpha = self.frame.constants.mu, self.frame.constants.alpha2.sqrt()
+    def _frame(self, tally: dict[int, list[float]]) -> None:
+        lay, room, place = self.layout, self.room, self.room.vector_of
+        firsts, seconds, self.settled = [], [], self._centred()
+        for k, stage in zip(lay.moving, room.moving, strict=True):
+            first, second = stage.sums_here()
+            firsts.append(first)
+            seconds.append(second)
+            self.settled = self.settled and self.mass[k] > 0 and tally[k][0] > 0
+        seconds.append(room.none)
+        torch.cat([*firsts, room.none, *seconds, *seconds], out=room.batch_flat)
+        self.settled = self.settled and self._settled_frame()
+        mu = room.mx if self.settled else self._moving_frame([tally[k][0] for k in lay.moving])
+        alpha = inverse_root(place[at.SPREAD], room.tiny, out=place[at.ALPHA])
+        shift = torch.mul(alpha, mu, out=place[at.SHIFT])
+        torch.mul(alpha, self.fixed.input_scale, out=place[at.SCALED])
+        if lay.unbiased:
+            torch.mul(alpha, shift, out=place[at.BENT])
+            torch.mul(place[at.BENT], place[at.FRESH], out=place[at.BENT_FRESH])
+        torch.index_select(room.vectors, 1, lay.column, out=room.columns)
+        torch.index_select(mu, 0, lay.column, out=room.mu)
+        self.mu = mu
 
-    def _beta(self, linear: bool) -> Tensor | None:
-        """β of each block; None where it is 1 for all. Also S of this step."""
+    def _centred(self) -> bool:
+        """Whether all sums are about the running means: nobody has written to either since the last step."""
+        room = self.room
+        if room.centred_at == [room.moments._version, *[s.centre._version for s in room.moving]]:
+            return True
+        return all(torch.equal(s.centre, m) for s, m in zip(room.moving, room.mean_of, strict=True))
+
+    def _settled_frame(self) -> bool:
+        """Spreads where every layer has moments and sums about its running mean; False if a batch is not finite."""
+        room, over = self.room, self.layout.inputs
+        torch.div(room.batch, self.fixed.divisors, out=room.means)
+        total, same = update.settled_frame(
+            room.vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]
+        )
+        if not all(map(math.isfinite, total.tolist())):
+            return False
+        if not same:
+            self.raised = over.total((room.means[2] > room.vx).to(total.dtype)).tolist()
+        return True
+
+    def _moving_frame(self, counts: list[float]) -> Tensor:
+        """Spreads in all other cases; gives μ."""
+        lay, room = self.layout, self.room
+        counted, mass = lay.tensor([[*counts, 0], [*(self.mass[k] for k in lay.moving), 0]])
+        self.centre = torch.cat([*(s.centre for s in room.moving), room.none])
+        self.running = moments.Running(room.mx, room.vx, lay.inputs.widen(mass))
+        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch[:2])
+        self.batch = update.batch_of(self.batch_sums, self.centre, lay.inputs)
+        found = update.moving_frame(
+            self.running,
+            self.batch_sums,
+            self.centre,
+            mass,
+            batch=self.batch,
+            damping=self.fixed.input_share * lay.inputs.widen(lay.inputs.offsets.diff()),
+            fresh_max=self.fixed.tau,
+            over=lay.inputs,
+        )
+        self.raised = found.raised.tolist()
+        room.vector_of[at.SPREAD].copy_(found.spread)
+        room.vector_of[at.FRESH].copy_(found.fresh_spread)
+        return found.constants.mu
+
+    def projection(self) -> rows.Projection:
+        """What projects the layers without bias, for each unit."""
         lay = self.layout
-        if not lay.shared:
-            return None
-        _, _, applied, examples = self.tally.unbind(1)
-        old = torch.stack([self.states[k]["sharing"] for k in lay.shared])
-        self.sharing = torch.where(applied > 0, applied / examples.clamp(min=1), old)
-        declared = [lay.blocks[k].group.get("sharing") for k in lay.shared]
-        if any(d is not None for d in declared):
-            (fixed,) = lay.set("sharing", [[torch.nan if d is None else d for d in declared]])
-            self.sharing = torch.where(fixed.isnan(), self.sharing, fixed)
-        if not linear:
-            return None
-        beta = geometry_beta2(lay.fan_in, self.sharing).sqrt()
-        if len(lay.shared) == len(lay.blocks):
-            return beta
-        return torch.ones(len(lay.blocks), dtype=lay.dtype, device=lay.device).index_copy(
-            0, lay.index(lay.shared), beta
-        )
+        alpha, fresh = self.room.vector_of[at.ALPHA], self.room.vector_of[at.FRESH]
+        found = rows.projection(self.mu, alpha, fresh, lay.kernel, lay.groups, lay.group_unbiased)
+        return rows.Projection(*(x.index_select(0, lay.group_of_unit) for x in found))
 
     def commit(self) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
-        lay = self.layout
-        mx, vx, mass = update.moments_after(self.running, self.sums, self.centre, decay=self.decay, batch=self.batch)
-        centre = mx if lay.started else torch.where(mass > 0, mx, torch.nan)
-        if not lay.started:
-            lay.started = bool((mass[: lay.identity] > 0).all())
-            for stage in self.stages:
-                stage.centred = lay.started
-        for targets, value in (
-            ([s["mx"] for s in self.mine], mx),
-            ([s["vx"] for s in self.mine], vx),
-            ([s.centre for s in self.stages], centre),
-        ):
-            put_all(targets, split(value[: lay.identity], lay.input_sizes))
-        put_all([s["mass"] for s in self.mine], mass.index_select(0, lay.inputs.offsets[:-1]).unbind())
-        if lay.shared:
-            put_all([self.states[k]["sharing"] for k in lay.shared], self.sharing.unbind())
+        lay, room, decay = self.layout, self.room, self.fixed.decay
+        alike = decay is not None and lay.moving and self.settled
+        if lay.moving and self.settled:
+            self._join()
+        elif lay.moving:
+            self._join_moving()
+        if alike and not self.renewed:
+            room.masses.lerp_(room.full, 1 - decay)  # type: ignore[operator]
+        else:
+            table = [self.mass, self.fixed.sharing, self.square_mass]
+            room.layers.copy_(torch.tensor(table, dtype=lay.dtype))
+        room.steps.add_(1)
 
+    def _join(self) -> None:
+        lay, room, weights = self.layout, self.room, []
+        for k in lay.moving:
+            weight, self.mass[k] = moments.gain(self.mass[k], self.fixed.decays[k])
+            weights.append(weight)
+        alike = len({*weights}) == 1
+        weight_of_batch = weights[0] if alike else lay.inputs.widen(lay.tensor([*weights, 0]))
+        moments.fold_settled(room.mx, room.vx, room.offset, room.square, weight_of_batch)
+        centres, versions = [], [room.moments._version]
+        for stage in room.moving:
+            centres.append(stage.centre)
+            versions.append(stage.centre._version + 1)
+            stage.centred = True
+        torch._foreach_copy_(centres, room.mean_of)
+        room.centred_at = versions
 
-def put_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Write each new tensor over an old one, in one launch; a new one too many is left."""
-    if old:
-        torch._foreach_copy_(list(old), list(new)[: len(old)])
-
-
-class PlainRows:
-    """The two readings of the weights by torch operations, for a device whose answers the host may read."""
-
-    def __init__(self, layout: Layout, coordinates: Coordinates, state: Any, momentum: float, ahead: bool) -> None:
-        """The gradient on v of every row; `ahead` asks for Nesterov's direction."""
-        self.layout, self.state, self.momentum, self.ahead = layout, state, momentum, ahead
-        lay, c, beta = layout, coordinates, coordinates.beta
-        scaled = c.alpha
-        if beta is not None and lay.moving:
-            of_moving = beta if len(lay.moving) == len(lay.blocks) else beta[lay.index(lay.moving)]
-            scaled = c.alpha * lay.inputs.widen(torch.cat([of_moving, lay.nothing[0]]))
-        u, fresh = c.alpha * c.mu, c.frame.fresh_spread
-        self.unbiased = project(lay, c)
-        vectors = [scaled, u, c.mu, c.alpha, c.frame.spread, fresh]
-        if self.unbiased is not None:
-            vectors += [c.alpha * u, c.alpha * u * fresh]
-        wide = torch.split_with_sizes(torch.stack(vectors).index_select(1, lay.column), lay.column_sizes, 1)
-        shapes = [(-1,) if lay.shapes[k][0] == 1 else (lay.shapes[k][0], 1, -1) for k in lay.moving]
-        self.columns = {
-            k: [v.view(s) if len(s) > 1 else v for v in w.unbind()]
-            for k, w, s in zip(lay.moving, wide, shapes, strict=True)
-        }
-        self.weights: dict[int, Tensor] = lay.__dict__.setdefault("weights", {})
-        self.bias_grad = self._bias_gradient(beta)
-        self.on_v = self._on_v(beta)
-        norms = torch.cat([torch.linalg.vector_norm(a, dim=-1).flatten() for a in self.on_v])
-        self.square = norms * norms
-        if lay.biased:
-            self.square = self._at_biased(self.square, self.bias_grad * self.bias_grad)
-
-    def _rows(self, k: int, tensor: Tensor) -> Tensor:
-        """A tensor like the weight as [unit, column], or [group, unit, column] where there are groups."""
-        lay = self.layout
-        found = as_rows(lay.blocks[k], tensor, lay.inner[k])
-        return found[0] if lay.shapes[k][0] == 1 else found
-
-    def _weight(self, k: int) -> Tensor:
-        """The weight of block k as rows; the view is kept while the weight stays where it is."""
-        weight = self.layout.blocks[k].weight
-        known = self.weights.get(k)
-        if known is None or known.data_ptr() != weight.data_ptr():
-            known = self.weights[k] = self._rows(k, weight.detach())
-        return known
-
-    def _per_row(self, k: int, values: Tensor) -> Tensor:
-        """One value per unit of block k, to meet its rows."""
-        groups, units = self.layout.shapes[k][:2]
-        return values.unsqueeze(-1) if groups == 1 else values.view(groups, units, 1)
-
-    def _at_biased(self, to: Tensor, value: Tensor) -> Tensor:
-        """Add a value for each unit with a bias."""
-        where = self.layout.unit_of_bias
-        return to + value if where is None else to.index_add(0, where, value)
-
-    def _of_biased(self, values: Tensor) -> Tensor:
-        """The values of the units with a bias."""
-        where = self.layout.unit_of_bias
-        return values if where is None else values.index_select(0, where)
-
-    def _bias_gradient(self, beta: Tensor | None) -> Tensor:
-        lay = self.layout
-        if not lay.biased:
-            return lay.no_rows[:0]
-        grads = [gradient(lay.blocks[k].biases[0]) for k in lay.biased]
-        flipped = [lay.blocks[k].group["maximize"] for k in lay.biased]
-        found = torch.cat([-g if f else g for g, f in zip(grads, flipped, strict=True)] if any(flipped) else grads)
-        return found if beta is None else found * self._of_biased(lay.units.widen(beta))
-
-    def _on_v(self, beta: Tensor | None) -> list[Tensor]:
-        lay, found = self.layout, []
-        biases = dict(zip(lay.biased, split(self.bias_grad, lay.bias_sizes), strict=True))
-        kappa = split(self.unbiased.kappa, lay.sizes) if self.unbiased is not None else ()
-        for k, block in enumerate(lay.blocks):
-            grad = self._rows(k, gradient(block.weight))
-            if block.group["maximize"]:
-                grad = -grad
-            if k not in lay.base:
-                found.append(grad if beta is None else grad * beta[k])
-                continue
-            scaled, u = self.columns[k][:2]
-            grad = grad * scaled
-            shift = biases[k] if k in biases else times(grad, u) * kappa[k]
-            found.append(grad.addcmul_(self._per_row(k, shift), u, value=-1))
-        return found
-
-    def sums(self, guarded: bool) -> rows.RowSums:
-        """Let the gradients join the momentum, and add up the rows."""
-        lay, bias = self.layout, self._directions()
-        along, stretch, bend, level, length2 = parts = [list[Tensor]() for _ in range(5)]
-        for k in range(len(lay.blocks)):
-            none, at = lay.no_rows[: lay.sizes[k]], lay.levels[k]
-            measured = guarded and lay.stages[k] is not None
-            weight = self._weight(k)
-            if k in lay.base:
-                _, _, mu, alpha, spread, fresh, *bends = self.columns[k]
-                self.steps[k] = step = self.steps[k] * alpha
-                along.append(times(step, mu))
-                if measured:
-                    stretch.append(times(step * step, fresh))
-                    length2.append(times(weight * weight, spread))
-                    level.append(times(weight, mu) if at is None else times(weight, mu).add_(at))
-                    bend.append(times(step, bends[1]) if k in lay.unbiased else none)
-            else:
-                along.append(none)
-                if measured:
-                    stretch.append(self.steps[k].square().sum(-1).flatten())
-                    length2.append(weight.square().sum(-1).flatten())
-                    level.append(none if at is None else at)
-                    bend.append(none)
-            if not measured:
-                for part in parts[1:]:
-                    part.append(none)
-        full = self._at_biased(lay.no_rows, bias) if lay.biased else lay.no_rows
-        if not guarded:
-            none = lay.no_rows
-            return rows.RowSums(self.square, torch.cat(along), none, none, none, none, full)
-        bent = torch.cat(bend) if lay.unbiased else lay.no_rows
-        return rows.RowSums(
-            self.square, torch.cat(along), torch.cat(stretch), bent, torch.cat(level), torch.cat(length2), full
-        )
-
-    def _directions(self) -> Tensor:
-        """Set `steps`, the direction on v of every row; the direction of every bias."""
-        lay, m = self.layout, self.momentum
-        self.steps, bias = self.on_v, self.bias_grad
-        if not m:
-            return bias
-        buffers = [self._rows(k, lay.momentum_of(self.state, b.weight)) for k, b in enumerate(lay.blocks)]
-        biases = [lay.momentum_of(self.state, lay.blocks[k].biases[0]) for k in lay.biased]
-        torch._foreach_mul_([*buffers, *biases], m)
-        torch._foreach_add_([*buffers, *biases], [*self.on_v, *split(self.bias_grad, lay.bias_sizes)])
-        held = torch.cat(biases) if biases else bias
-        if not self.ahead:
-            self.steps = buffers
-            return held
-        self.steps = list(torch._foreach_add(self.on_v, buffers, alpha=m))
-        return bias + m * held
-
-    def move(self, motion: rows.Motion) -> None:
-        """Move weights and biases."""
-        lay = self.layout
-        gains, backs = split(motion.gain, lay.sizes), split(motion.back, lay.sizes)
-        for k, block in enumerate(lay.blocks):
-            step = self.steps[k]
-            if k in lay.unbiased:
-                step = step.addcmul_(self._per_row(k, backs[k]), self.columns[k][6], value=-1)
-            shrink(block.weight, rates(block)[0], block.group)
-            self._weight(k).addcmul_(step, self._per_row(k, gains[k]))
-        if lay.biased:
-            for k, change in zip(lay.biased, split(self._of_biased(motion.bias), lay.bias_sizes), strict=True):
-                block = lay.blocks[k]
-                shrink(block.biases[0], rates(block)[1], block.bias_groups[0])
-                block.biases[0].add_(change)
-
-
-def times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Rows [unit, column] or [group, unit, column] times a vector over the columns: one value per unit."""
-    return torch.mv(matrix, vector) if matrix.dim() == 2 else torch.matmul(matrix, vector.mT).flatten()
-
-
-def split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """`x` in pieces."""
-    return torch.split_with_sizes(x, sizes)
-
-
-def project(layout: Layout, c: Coordinates) -> rows.Projection | None:
-    """What projects the layers without bias, for each unit; None if there are none."""
-    if not layout.unbiased:
-        return None
-    found = rows.projection(c.mu, c.alpha, c.frame.fresh_spread, layout.kernel, layout.groups, layout.group_unbiased)
-    return rows.Projection(*(x.index_select(0, layout.group_of_unit) for x in found))
-
-
-def shrink(p: Tensor, rate: Any, group: dict[str, Any]) -> None:
-    """Decoupled weight decay."""
-    if group["weight_decay"]:
-        p.mul_(1 - rate * group["weight_decay"])
+    def _join_moving(self) -> None:
+        lay, room = self.layout, self.room
+        decay = lay.inputs.widen(lay.tensor([*(self.fixed.decays[k] for k in lay.moving), 0]))
+        after = update.moments_after(self.running, self.batch_sums, self.centre, decay=decay, batch=self.batch)
+        for k, mass in zip(lay.moving, after.mass.index_select(0, lay.inputs.offsets[:-2]).tolist(), strict=True):
+            self.mass[k] = mass
+        centre = torch.where(after.mass > 0, after.mx, torch.nan)[: lay.identity]
+        room.mx.copy_(after.mx)
+        room.vx.copy_(after.vx)
+        torch._foreach_copy_([s.centre for s in room.moving], torch.split(centre, lay.input_sizes))
+        for k, stage in zip(lay.moving, room.moving, strict=True):
+            stage.centred = self.mass[k] > 0
 
 
 class Together:
@@ -292,14 +237,50 @@ class Together:
 
     def __init__(self, layout: Layout, state: Any, *, linear: bool, even: bool) -> None:
         """`even` is `EvenStep`'s rule; otherwise stochastic gradient with momentum."""
-        self.layout, self.linear, self.even = layout, linear, even
-        self.states = [state[b.weight] for b in layout.blocks]
-        self.coordinates = Coordinates(layout, self.states, linear)
-        self.rows = PlainRows(layout, self.coordinates, state, layout.blocks[0].group["momentum"], even)
+        self.layout, self.state, self.linear, self.even = layout, state, linear, even
+        if layout.plain_room is None:
+            layout.plain_room = Room(layout, state, even)
+        self.room: Room = layout.plain_room
+        self.momentum = layout.blocks[0].group["momentum"]
+        self.room.settle(state)
+        self.coordinates = Coordinates(layout, self.room, self.momentum, linear)
+        self.fixed = self.coordinates.fixed
+        self.projection = self.coordinates.projection() if layout.unbiased else None
+        self.on_v = self._on_v()
+
+    def _on_v(self) -> list[Tensor]:
+        """The gradient on v of every row over 1 − momentum; also its norm, and the biases' gradients."""
+        lay, room, found = self.layout, self.room, self.room.like_weights()
+        if lay.biased:
+            room.gather(at.BIAS_GRAD, [gradient(lay.blocks[k].biases[0]) for k in lay.biased])
+            room.unit[at.BIAS_GRAD].mul_(self.fixed.unit_scale)
+        columns, norms = room.column_of[at.SCALED], room.unit_of[at.NORM]
+        for k, block in enumerate(lay.blocks):
+            grad = room.rows_of_gradient(k, gradient(block.weight))
+            torch.mul(grad, columns[k] if k in columns else self.fixed.scales[k], out=found[k])
+        if room.shifted:
+            torch._foreach_addcmul_([found[k] for k in room.shifted], *room.shifts, value=-1)
+        if self.projection is not None:
+            self._project(found, self.projection.kappa)
+        for step, norm in zip(found, norms, strict=True):
+            if self.even:
+                torch.linalg.vector_norm(step, 2, -1, out=norm)
+            else:
+                torch.sum(step, -1, out=norm)  # whether it is finite is all that is asked
+        return found
+
+    def _project(self, found: list[Tensor], kappa: Tensor) -> None:
+        """Project the gradients of layers without bias."""
+        lay, room, shift = self.layout, self.room, self.room.column_of[at.SHIFT]
+        for k in lay.unbiased:
+            room.times(found[k], shift[k], at.ALONG, k)
+        room.unit[at.ALONG].mul_(kappa)
+        for k in lay.unbiased:
+            found[k].addcmul_(room.row_of[at.ALONG][k], shift[k], value=-1)
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
-        return torch.isfinite(self.rows.square).all()
+        return self.room.yes if math.isfinite(self.room.seen.sum().item()) else self.room.no
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments."""
@@ -307,68 +288,136 @@ class Together:
 
     def move(self, ok: Tensor | None, floor: float) -> None:
         """Make the step; the host knows that all is finite, so there is no mask."""
-        lay, beta = self.layout, self.coordinates.beta
-        groups = [b.group for b in lay.blocks]
-        guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
-        sums = self.rows.sums(guarded)
-        both = [rates(b) for b in lay.blocks]
-        radii = [
-            torch.inf if s is None or g["trust"] is None else g["trust"]
-            for s, g in zip(lay.stages, groups, strict=True)
-        ]
-        columns = [[r[0] for r in both], [r[1] if len(r) > 1 else 0.0 for r in both], radii, [1.0] * len(both)]
-        rate, bias_rate, radius, scale = lay.set("units", columns, lay.units)
-        if beta is not None:
-            scale = lay.units.widen(beta)
-        if self.even:
-            scale = self._even(sums.square)
-        motion = rows.motion(
-            sums,
-            self.rows.unbiased,
-            scale=scale,
-            rate=rate,
-            bias_rate=bias_rate,
-            radius=radius if guarded else None,
-            floor=floor,
-            crowd=None if self.linear else lay.units,
-        )
-        self.rows.move(motion)
-        self._count(motion, guarded)
+        lay, now = self.layout, self.fixed
+        steps = self._directions()
+        sums = self._sums(steps)
+        lrs = [float(g["lr"]) for g in self.room.groups]
+        both, rate, bias_rate = self.room.kept("rates", (lrs, now.beta), self._rates)
+        step, bias_step = self._lengths(rate, bias_rate)
+        motion = rows.motion(sums, self.projection, step, bias_step)
+        held: list[float] | None = None
+        largest2: Tensor | None = None
+        if now.guarded:
+            unit2, step2 = rows.reach(sums, self.projection, motion.back, step, bias_step)
+            relative2 = guards.relative(unit2, step2, floor)
+            largest2 = lay.units.most(relative2)
+            pairs = zip(largest2.tolist(), now.radii, strict=True)
+            if not all(guards.surely_free(most, radius, not self.linear) for most, radius in pairs):
+                radius = lay.units.widen(lay.tensor(now.radii))
+                typical2 = None if self.linear else guards.typical(relative2, lay.units)
+                factor, over = guards.trust_factor(unit2, step2, radius, floor, typical2)
+                held = lay.units.total(over.to(factor.dtype)).tolist()
+                motion = motion.shortened(factor)
+        self._displace(steps, motion, both)
+        if now.watched:
+            self._count(held, largest2)
 
-    def _even(self, square: Tensor) -> Tensor:
-        """Eq. 11 per unit: one over the root of its running mean square, damped."""
-        lay, groups = self.layout, [b.group for b in self.layout.blocks]
-        old = torch.cat([s["square"] for s in self.states])
-        mass = torch.stack([s["square_mass"] for s in self.states])
-        dampings = [0.0 if b.entry is None else b.group["damping"] for b in lay.blocks]
+    def _rates(self) -> tuple[list[list[float]], Tensor, Tensor]:
+        """Stepsizes of each block's weight and bias, and of each unit with what its direction is multiplied by."""
+        lay, beta = self.layout, self.fixed.beta
+        both = [[float(r) for r in rates(b)] for b in lay.blocks]
+        scale = 1 - self.momentum if self.even else 1.0
         columns = [
-            [g["decay"] for g in groups],
-            [g["eps"] for g in groups],
-            dampings,
-            [1 - g["momentum"] for g in groups],
+            [r[0] * b * scale, (r[1] * b * scale if len(r) > 1 else 0.0)] for r, b in zip(both, beta, strict=True)
         ]
-        decay, eps, damping, one = lay.set("even", columns, lay.units)
-        (layer_decay,) = lay.set("decay", columns[:1])
-        average, after = fold_mean(old, square, lay.units.widen(mass), decay), gain(mass, layer_decay)[1]
-        put_all([s["square"] for s in self.states], split(average, lay.sizes))
-        put_all([s["square_mass"] for s in self.states], after.unbind())
-        return stepsize.normalized(one, stepsize.unit_level(average, square, damping, lay.units), eps)
+        rate, bias_rate = lay.units.widen(lay.tensor(columns)).T.contiguous()
+        return both, rate, bias_rate
 
-    def _count(self, motion: rows.Motion, guarded: bool) -> None:
+    def _directions(self) -> list[Tensor]:
+        """The direction on w of every row before it is scaled and projected; those of the biases, on v, in `units`."""
+        lay, room, m, free = self.layout, self.room, self.momentum, self.on_v
+        steps, bias, bias_grad = free, room.unit[at.BIAS], room.unit[at.BIAS_GRAD]
+        if m:
+            buffers, biases = room.buffers, room.bias_buffers
+            torch._foreach_lerp_([*buffers, *biases], [*steps, *room.biases_of[at.BIAS_GRAD]], 1 - m)
+            room.gather(at.BIAS, biases)
+            if self.even:
+                torch._foreach_lerp_(steps, buffers, m)
+                bias.lerp_(bias_grad, 1 - m)
+            else:
+                steps = buffers
+        elif lay.biased:
+            bias.copy_(bias_grad)
+        steps, alpha = [*steps], room.column_of[at.ALPHA]
+        for k in lay.moving:
+            steps[k] = torch.mul(steps[k], alpha[k], out=free[k])
+        return steps
+
+    def _sums(self, steps: list[Tensor]) -> rows.RowSums:
+        """Add up the rows."""
+        lay, room = self.layout, self.room
+        mu, spread, fresh = room.mu_of, room.column_of[at.SPREAD], room.column_of[at.FRESH]
+        for k in lay.moving:
+            room.times(steps[k], mu[k], at.ALONG, k)
+        if self.fixed.guarded:
+            for k in lay.guarded:
+                weight, level = room.weights[k], lay.levels[k]
+                if k in mu:
+                    room.times(weight, mu[k], at.LEVEL, k, level)
+                elif level is not None:
+                    room.unit_of[at.LEVEL][k].view(-1).copy_(level)
+                room.times_squares(weight, spread.get(k), at.LENGTH2, k)
+                room.times_squares(steps[k], fresh.get(k), at.STRETCH, k)
+            for k in lay.unbiased:
+                room.times(steps[k], room.column_of[at.BENT_FRESH][k], at.BEND, k)
+        return room.sums
+
+    def _lengths(self, rate: Tensor, bias_rate: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each unit and its bias go along their directions, the rule's scale included; in `units`."""
+        unit = self.room.unit
+        bias_step = torch.mul(bias_rate, unit[at.BIAS], out=unit[at.BIAS_STEP])
+        if not self.even:
+            return rate, bias_step
+        scale = self._even()
+        return torch.mul(rate, scale, out=unit[at.STEP]), bias_step.mul_(scale)
+
+    def _even(self) -> Tensor:
+        """Eq. 11 per unit: one over the root of its running mean square, damped."""
+        lay, room, now, masses = self.layout, self.room, self.fixed, self.coordinates.square_mass
+        weights: list[float] = []
+        for k, decay in enumerate(now.decays):
+            weight, masses[k] = moments.gain(masses[k], decay)
+            weights.append(weight)
+        of_batch: float | Tensor = weights[0] if len({*weights}) == 1 else lay.units.widen(lay.tensor(weights))
+        norm, bias = room.unit[at.NORM], room.unit[at.BIAS_GRAD]
+        square = torch.addcmul(norm * norm, bias, bias).mul_(now.shrunk)
+        average = room.squares.lerp_(square, of_batch)
+        level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
+        return inverse_root(torch.maximum(average, square).add_(level), room.tiny)
+
+    def _displace(self, steps: list[Tensor], motion: rows.Motion, both: list[list[float]]) -> None:
+        """Move weights and biases."""
+        lay, room = self.layout, self.room
+        if motion.back is not None:
+            backs = torch.split(motion.back, lay.sizes)
+            for k in lay.unbiased:
+                back = backs[k].view(room.row_of[at.STEP][k].shape)
+                steps[k].addcmul_(back, room.column_of[at.BENT][k], value=-1)
+        if self.fixed.decayed:
+            for block, rate in zip(lay.blocks, both, strict=True):
+                for p, r, group in zip(block.parameters, rate, [block.group, *block.bias_groups], strict=True):
+                    if group["weight_decay"]:
+                        p.mul_(1 - r * group["weight_decay"])
+        if motion.gain is not room.unit[at.STEP]:
+            room.unit[at.STEP].copy_(motion.gain)
+        torch._foreach_addcmul_(room.weights, steps, room.row_of[at.STEP], value=-1)
+        if lay.biased:
+            room.unit[at.BIAS].copy_(motion.bias)
+            torch._foreach_sub_(room.biases, room.biases_of[at.BIAS])
+
+    def _count(self, held: list[float] | None, largest2: Tensor | None) -> None:
         """What the guards did, for `fired` and monitors."""
-        lay, raised = self.layout, self.coordinates.frame.raised[:-1]
-        if not lay.guarded or not (guarded or any(b.group.get("fresh_max") is not None for b in lay.blocks)):
+        lay, room, raised = self.layout, self.room, self.coordinates.raised
+        room.steps_fired.add_(room.one)
+        if held is None and raised is None and not room.noted and room.largest is not None and largest2 is not None:
+            torch.sqrt(largest2, out=room.largest)
             return
-        held = lay.units.total(motion.held)
-        largest = torch.segment_reduce(motion.relative2, "max", offsets=lay.units.offsets, unsafe=True).sqrt()
-        if len(lay.moving) < len(lay.blocks):
-            raised = torch.zeros_like(held).index_copy(0, lay.index(lay.moving), raised)
-        table = torch.stack([raised, held, largest], 1)
-        if len(lay.guarded) < len(lay.blocks):
-            table = table.index_select(0, lay.index(lay.guarded))
-        lay.last.copy_(table)
+        none = [0.0] * len(lay.blocks)
+        inputs = dict(zip(lay.moving, raised or none, strict=False))
+        largest = none if largest2 is None else largest2.sqrt().tolist()
+        lay.last.copy_(torch.tensor([[inputs.get(k, 0.0), (held or none)[k], largest[k]] for k in lay.guarded]))
         lay.fired[:, :2].add_(lay.last[:, :2])
-        lay.fired[:, 2].add_(1)
+        room.noted = raised is not None or held is not None
 
 
 def begin(layout: Layout, state: Any, *, linear: bool, even: bool) -> "Together | step_kernel.TritonStep":

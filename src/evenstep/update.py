@@ -82,6 +82,22 @@ def moving_frame(
     )
 
 
+def settled_frame(
+    vx: Tensor, squares: Tensor, share: Tensor, over: Segments, out: Tensor, raised: Tensor
+) -> tuple[Tensor, bool]:
+    """`moving_frame` for layers that have moments and a usable batch.
+
+    `squares` is the batch's ⟨(x − mx)²⟩ and the same over τ, of the fresh-max guard; `share` is the damping over the
+    layer's number of inputs. Writes `fresh_spread` and `spread` to `out`, of which `raised` is the second row. Gives
+    the sum over each layer of what it has damped, which is not finite if the batch is not, and whether the guard let
+    all variances be.
+    """
+    torch.maximum(vx, squares, out=out)
+    total, same = over.total(raised), torch.equal(raised, vx)
+    out.add_(over.widen(total).mul_(share))
+    return total, same
+
+
 def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
     """Gradient on v. `bias_grads` is [bias, group, unit]: several where tied weights serve several biases."""
     c = frame.constants

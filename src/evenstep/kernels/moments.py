@@ -5,7 +5,7 @@ is the same in every run. The plain version is the torch code of `hooks.Stage.se
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,27 +45,40 @@ def serves(x: Tensor, slots: Tensor) -> bool:
     )
 
 
-def add(x: Tensor, look: Any, stage: Any) -> None:
-    """Add the sums of `x` and the tally of `look` to `stage`."""
+class Call(NamedTuple):
+    """How the kernel is launched for tensors of one shape, layout and alignment."""
+
+    key: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> None:
+    """Add the sums of `x` and the tally of `look` to `stage`; `calls` keeps what depends on the shape alone."""
+    kind = x.device, x.dtype, x.data_ptr() % 16
+    call = calls.get(kind)
+    if call is None:
+        call = calls[kind] = prepare(x, look, stage.inputs)
+    tensors = (x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
+    _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
+
+
+def prepare(x: Tensor, look: Any, inputs: int) -> Call:
+    """The call for tensors like `x`."""
     others = [d for d in range(x.dim()) if d != look.dim % x.dim()]
     sizes = [1] * (4 - len(others)) + [x.shape[d] for d in others]
     strides = [0] * (4 - len(others)) + [x.stride(d) for d in others]
-    rows, inputs = x.numel() // x.shape[look.dim], stage.inputs
-    width, step = 16 if inputs <= 16 else 32 if inputs <= 512 else 64, x.stride(look.dim)
-    columns = -(-inputs // width)
-    aligned = x.data_ptr() % 16 == 0
+    rows, step = x.numel() // x.shape[look.dim], x.stride(look.dim)
+    width = 16 if inputs <= 16 else 32 if inputs <= 512 else 64
+    columns, aligned = -(-inputs // width), x.data_ptr() % 16 == 0
     even = aligned and step == 1 and inputs % 8 == 0 and all(stride % 8 == 0 for stride in strides)
-    arguments = (x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
     numbers = (rows, look.zeros, look.applied, look.examples, inputs, step, *sizes[1:], *strides)
-    _kernel()(
+    return Call(
         (x.device.index, x.dtype, aligned, max(numbers) < 2**31),
         (columns, min(SLOTS, max(2, PROGRAMS // columns)), 1),
-        arguments + numbers,
-        4,
-        DENSE=step == 1,
-        EVEN=even,
-        WIDTH=width,
-        TALL=64 if width == 16 else 32,
+        numbers,
+        {"DENSE": step == 1, "EVEN": even, "WIDTH": width, "TALL": 64 if width == 16 else 32},
     )
 
 

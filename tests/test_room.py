@@ -1,0 +1,212 @@
+"""Steps of many blocks on the CPU: what hooks hold until it is asked for, and state that lies end to end."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import evenstep
+from evenstep import hooks, room
+from evenstep.hooks import Glance, Stage
+from evenstep.layers import Look
+from evenstep.moments import lattice
+from test_kernels import OPTIMIZERS, Net, states, train
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def pair(name="even", **options):
+    """The same network under the loop and under the step of many blocks."""
+    torch.manual_seed(3)
+    single = Net().double()
+    many = copy.deepcopy(single)
+    make = OPTIMIZERS[name]
+    return (single, make(single, foreach=False, **options)), (many, make(many, **options))
+
+
+def assert_same(one, other):
+    (single, loop), (many, together) = one, other
+    assert together._plan.layouts and not loop._plan.layouts
+    for a, b in zip(single.parameters(), many.parameters(), strict=True):
+        assert_close(b, a, **CLOSE)
+    expected, found = states(loop, single), states(together, many)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert_close(found[key], value, msg=lambda m, key=key: f"{key}: {m}", **CLOSE)
+    for key, shares in loop.fired().items():
+        assert shares == pytest.approx(together.fired()[key])
+    for a, b in zip(loop._collector.stages.values(), together._collector.stages.values(), strict=True):
+        assert_close(b.last, a.last, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "dim"), [((9, 5), 1), ((4, 3, 7), 2), ((5, 6, 8, 9), 1), ((7,), 0)])
+def test_a_held_call_adds_up_to_what_was_seen(shape, dim, dtype):
+    torch.manual_seed(0)
+    held, seen = (Stage(shape[dim], 0, torch.zeros(1), limit=40) for _ in range(2))
+    for k in range(3):
+        x = (3 + torch.randn(shape)).to(dtype)
+        look = Look(x, dim, 2, 6, zeros=k)
+        seen.see(look)
+        others = [d for d in range(x.dim()) if d != dim]
+        held.hold(x, Glance(lattice(x, dim, 40), look._replace(x=None), others, x.dim() - 1 - dim))
+    assert held.counts_here() == seen.tally.tolist() == held.tally.tolist()
+    for a, b in zip(held.sums_here(), seen.slots[0], strict=True):
+        assert_close(a, b)
+    assert_close(held.slots, seen.slots)
+    assert_close(held.centre, seen.centre, equal_nan=True)
+
+
+def test_what_is_asked_for_can_be_asked_for_again():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = evenstep.WhitenedSGD(model)
+    model(torch.randn(8, 4))
+    (stage,) = optimizer._collector.stages.values()
+    sums = [t.clone() for t in stage.sums_here()]
+    assert_close(stage.sums_here(), tuple(sums))
+    assert_close([*stage.slots[0]], sums)
+    assert_close([*stage.slots[0]], sums)
+    assert stage.applied == stage.rows == stage.examples == 8
+
+
+def test_examples_are_counted_once_per_announced_forward():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = evenstep.WhitenedSGD(model)
+    model(torch.randn(8, 4))
+    model(torch.randn(8, 4))
+    model[0](torch.randn(8, 4))
+    (stage,) = optimizer._collector.stages.values()
+    assert stage.examples.item() == 16 and stage.applied.item() == 24
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_small_rooms_serve_large_layers(name, monkeypatch):
+    monkeypatch.setattr(room, "KEPT", 0)
+    monkeypatch.setattr(room, "PIECE", 16)
+    monkeypatch.setattr(hooks, "HELD", 0)
+    both = pair(name)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu")
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_state_put_in_place_of_ours_is_taken_over(name):
+    both = pair(name)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.clone() if key == "step" else value * 1.5
+        train(optimizer, model, "cpu", steps=3)
+    assert_same(*both)
+
+
+def test_state_written_to_is_seen():
+    both = pair()
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        optimizer.state[model.second.weight]["mx"].add_(0.5)
+        optimizer.state[model.second.weight]["mass"].fill_(0.25)
+        train(optimizer, model, "cpu", steps=3)
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_a_checkpoint_goes_on(name):
+    both = pair(name)
+    after = []
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        again = copy.deepcopy(model)
+        option = {"foreach": False} if optimizer is both[0][1] else {}
+        loaded = OPTIMIZERS[name](again, **option)
+        train(loaded, again, "cpu", steps=2)
+        again.load_state_dict(model.state_dict())
+        loaded.load_state_dict(optimizer.state_dict())
+        train(loaded, again, "cpu", steps=3)
+        train(optimizer, model, "cpu", steps=3)
+        after.append((again, loaded))
+    for (model, optimizer), (again, loaded) in zip(both, after, strict=True):
+        for key, value in states(optimizer, model).items():
+            assert_close(states(loaded, again)[key], value, msg=lambda m, key=key: f"{key}: {m}", **CLOSE)
+    for a, b in zip(both[0][0].parameters(), after[1][0].parameters(), strict=True):
+        assert_close(b, a, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_settings_that_change_are_followed(name):
+    both = pair(name)
+    for model, optimizer in both:
+        (group,) = optimizer.param_groups
+        for setting in ({}, {"lr": 0.01}, {"trust": 0.01}, {"damping": 0.5, "decay": 0.5}, {"fresh_max": 0.5}, {}):
+            group.update(setting)
+            train(optimizer, model, "cpu", steps=2)
+    assert_same(*both)
+
+
+def test_layers_with_settings_of_their_own():
+    both = []
+    for foreach in (False, None):
+        torch.manual_seed(3)
+        model = Net().double()
+        first = [*model.second.parameters(), *model.conv.parameters()]
+        rest = [p for p in model.parameters() if not any(p is q for q in first)]
+        groups = [{"params": first, "decay": 0.5, "lr": 0.1, "trust": 0.01}, {"params": rest, "weight_decay": 0.1}]
+        optimizer = evenstep.EvenStep(groups, lr=0.03, model=model, foreach=foreach)
+        train(optimizer, model, "cpu")
+        both.append((model, optimizer))
+    assert_same(*both)
+
+
+def test_a_batch_that_overflows_leaves_the_moments():
+    both = pair("momentum")
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        optimizer.zero_grad()
+        (model(torch.arange(11)) - 1).square().mean().backward()
+        stage = next(s for e, s in optimizer._collector.stages.items() if e.weight is model.second.weight)
+        stage.slots[0, 1, 2] = torch.inf
+        before = optimizer.state[model.second.weight]["mx"].clone()
+        optimizer.step()
+        assert torch.equal(optimizer.state[model.second.weight]["mx"], before)
+        train(optimizer, model, "cpu", steps=2)
+    assert_same(*both)
+
+
+def test_gradients_in_another_order_in_memory():
+    both = pair("momentum")
+    for model, optimizer in both:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.arange(11)) - 1).square().mean().backward()
+            for p in model.parameters():
+                if p.grad is not None and p.dim() == 4:
+                    p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+                elif p.grad is not None and p.dim() == 2:
+                    p.grad = p.grad.T.contiguous().T
+            optimizer.step()
+    assert_same(*both)
+
+
+def test_unused_layers_keep_their_moments():
+    """A layer that has a gradient but was not called since the last step."""
+    both = []
+    for foreach in (False, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+        optimizer = evenstep.WhitenedSGD(model, lr=0.01, momentum=0.9, foreach=foreach)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step)).double()
+            if step == 3:
+                model[2].eval()
+            model(x).square().mean().backward()
+            with pytest.warns(UserWarning, match="saw no input") if step == 3 else nullcontext():
+                optimizer.step()
+            model.train()
+        both.append((model, optimizer))
+    assert_same(*both)
