@@ -51,6 +51,12 @@ OPTIMIZERS = {
 }
 
 
+def train(optimizer, model, device, steps=6):
+    for step in range(steps):
+        backward(optimizer, model, device, step)
+        optimizer.step()
+
+
 def backward(optimizer, model, device, step):
     tokens = torch.randint(0, 11, (16,), generator=torch.Generator().manual_seed(step)).to(device)
     loss = (model(tokens) - 1).square().mean() * (3.0 if step == 3 else 1.0)
@@ -113,6 +119,21 @@ def test_together_is_one_by_one(device, name, poison):
     if device == "cpu":
         model = model.double()
     assert_steps_agree(name, model, device, 1e-9 if device == "cpu" else 2e-4, poison=poison)
+
+
+def test_rows_outside_layers_step_by_their_own_length():
+    """Eq. 11's even step is of length lr in whitened coordinates, whose units have length 1 or so; rows may be longer."""
+    torch.manual_seed(0)
+    model = nn.Embedding(4, 64).double()
+    with torch.no_grad():
+        model.weight[1:].mul_(torch.tensor([[0.01], [3.0], [10.0]]))
+    for foreach in (None, False):
+        net = copy.deepcopy(model)
+        optimizer = evenstep.EvenStep(net, lr=0.05, momentum=0.0, foreach=foreach)
+        (net.weight * torch.randn(4, 64).double()).sum().backward()
+        optimizer.step()
+        moved = (net.weight - model.weight).norm(dim=1)
+        assert_close(moved, 0.05 * model.weight.detach().norm(dim=1).clamp(min=1), rtol=1e-9, atol=0)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def test_a_held_call_adds_up_to_what_was_seen(shape, dim, dtype):
         look = Look(x, dim, 2, 6, zeros=k)
         seen.see(look)
         others = [d for d in range(x.dim()) if d != dim]
-        held.hold(x, Glance(lattice(x, dim, 40), look._replace(x=None), others, x.dim() - 1 - dim))
+        held.hold(x, Glance(lattice(x, dim, 40), look._replace(x=None), others, x.dim() - 1 - dim, {}))
     assert held.counts_here() == seen.tally.tolist() == held.tally.tolist()
     for a, b in zip(held.sums_here(), seen.slots[0], strict=True):
         assert_close(a, b)
@@ -168,7 +168,7 @@ def test_a_batch_that_overflows_leaves_the_moments():
         train(optimizer, model, "cpu", steps=3)
         optimizer.zero_grad()
         (model(torch.arange(11)) - 1).square().mean().backward()
-        stage = next(s for e, s in optimizer._collector.stages.items() if e.weight is model.second.weight)
+        stage = next(s for e, s in optimizer._collector.staged() if e.weight is model.second.weight)
         stage.slots[0, 1, 2] = torch.inf
         before = optimizer.state[model.second.weight]["mx"].clone()
         optimizer.step()

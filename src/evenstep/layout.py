@@ -23,7 +23,12 @@ def fits(block: Block, stage: Stage | None) -> bool:
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in block.parameters) or not weight.numel():
         return False
     biases = [*block.biases, *frozen_bias(block)]
+    if weight.device.type != "cpu" and weight.numel() // block.units > LONG and block.units < FEW:
+        return False
     return len(biases) < 2 and all(b.dtype == weight.dtype for b in biases) and inner(block) is not None
+
+
+LONG, FEW = 16384, 264  # columns of a row that one program of the kernels would be long with, unless there are many
 
 
 def rows_serve(weight: Tensor, capturable: bool) -> bool:
@@ -96,6 +101,7 @@ class Layout:
         self.guarded = [k for k, s in enumerate(stages) if s is not None]
         self.shared = [k for k in self.guarded if blocks[k].treatment != "plain"]
         self.moving = [k for k in self.shared if blocks[k].treatment == "whitened"]
+        self.outside = [k for k, b in enumerate(blocks) if b.entry is None]
         self.biased = [k for k, b in enumerate(blocks) if b.biases]
         self.unbiased = [k for k in self.moving if not blocks[k].biases]
         self.levels = [next(iter(b.biases or frozen_bias(b)), None) for b in blocks]

@@ -154,7 +154,8 @@ class EvenStep(_SG):
     """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
 
     Each unit's gradient on v is divided by the root of its running mean square, damped by the layer's, so that every
-    unit takes an even step of about `lr`; momentum looks ahead (Nesterov).
+    unit takes an even step of about `lr`; momentum looks ahead (Nesterov). Rows of parameters outside layers, an
+    embedding's for instance, take steps of about `lr` times their own length where that is above 1.
 
     State: one momentum buffer, one float per unit, two per input.
     """
@@ -200,7 +201,10 @@ class EvenStep(_SG):
             buffers = super()._rule(block, on_weight, on_bias, ok)
             ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
         damping = 0.0 if block.entry is None else block.group["damping"]
-        return rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping, block.over)])
+        step, bias_step = rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping, block.over)])
+        if block.entry is None:
+            step = rules.by_own_length(block, step, self._weight(block))
+        return step, bias_step
 
 
 class BlockNaturalSGD(_SG):

@@ -81,3 +81,8 @@ def divided(
     if on_bias is not None and over_bias is not None:
         on_bias = stepsize.normalized(on_bias, over_bias, eps)
     return on_weight, on_bias
+
+
+def by_own_length(block: Block, step: Tensor, weight: Tensor) -> Tensor:
+    """A step of the block's units, times each one's own length where that is above 1."""
+    return step * per_unit(stepsize.own_length(block.unit_square(weight.to(step.dtype), None)))

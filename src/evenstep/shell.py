@@ -424,6 +424,10 @@ class CoordinateOptimizer(Optimizer):
     def _frame(self, block: Block) -> update.Frame:
         return frames.frame(self.state[block.weight], block, self._stage(block), linear=self.linear)
 
+    def _weight(self, block: Block) -> Tensor:
+        """The block's weight in the core's shape."""
+        return block.matrix(shards.local(block.weight))
+
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """The block's gradients in the core's shapes and in float32 or better."""
         wide = [g.to(accumulation_dtype(g.dtype)) for g in map(gradient, block.parameters)]

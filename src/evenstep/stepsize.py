@@ -80,6 +80,17 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
     return torch.maximum(average, square) + damping * over.mean(average)
 
 
+def own_length(square: Tensor) -> Tensor:
+    """What a plain parameter's even step is measured by, from its squared length: its length, at least 1.
+
+    In whitened coordinates units are of length 1 or so. Rows of an embedding, or a norm's gains, may be far longer.
+
+    >>> own_length(torch.tensor([0.25, 16.0]))
+    tensor([1., 4.])
+    """
+    return square.sqrt().clamp(min=1)
+
+
 def fan_in_share(fan_in: int, power: float) -> float:
     """The share of a stepsize that a layer with so many inputs per unit gets; all of it for none, or power 0.
 

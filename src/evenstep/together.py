@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import guards, moments, rows, update
+from . import guards, moments, rows, stepsize, update
 from . import room as at
 from .constants import geometry_beta2, inverse_root
 from .kernels import step as step_kernel
@@ -383,7 +383,12 @@ class Together:
         square = torch.addcmul(norm * norm, bias, bias).mul_(now.shrunk)
         average = room.squares.lerp_(square, of_batch)
         level = lay.units.widen(torch.addcmul(now.eps, lay.units.total(average), now.share))
-        return inverse_root(torch.maximum(average, square).add_(level), room.tiny)
+        scale = inverse_root(torch.maximum(average, square).add_(level), room.tiny)
+        scales = torch.split(scale, lay.sizes) if lay.outside else ()
+        for k in lay.outside:
+            room.times_squares(room.weights[k], None, at.LENGTH2, k)
+            scales[k].mul_(stepsize.own_length(room.unit_of[at.LENGTH2][k]))
+        return scale
 
     def _displace(self, steps: list[Tensor], motion: rows.Motion, both: list[list[float]]) -> None:
         """Move weights and biases."""

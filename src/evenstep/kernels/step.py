@@ -39,7 +39,8 @@ COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS, ALL_INPUTS, SLOT_C
 RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU, MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN = (
     range(13)
 )
-TRAINED, MOVING, GUARDED, FLIPPED, SHARED = 1, 2, 4, 8, 16  # flags: the bias trains; moments; counted; maximize; β
+# flags: the bias trains; moments; counted; maximize; β; outside layers
+TRAINED, MOVING, GUARDED, FLIPPED, SHARED, OUTSIDE = 1, 2, 4, 8, 16, 32
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
 SHAPE = {"frame": (16, 1024), "measure": (32, 2048), "commit": (16, 2048), "add_up": (2, 256), "move": (2, 256)}
@@ -90,7 +91,7 @@ class Room:
             groups, units, inputs, area = layout.shapes[k]
             moving, stage = k in layout.base, layout.stages[k]
             flags = TRAINED * bool(block.biases) + MOVING * moving + FLIPPED * bool(block.group["maximize"])
-            flags += GUARDED * (stage is not None) + SHARED * (k in layout.shared)
+            flags += GUARDED * (stage is not None) + SHARED * (k in layout.shared) + OUTSIDE * (block.entry is None)
             shapes.append([
                 inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
                 starts[k], flags, groups * units, groups * inputs if moving else 0,

@@ -262,6 +262,8 @@ def measure(
                 under = tl.maximum(average, square) + mean + tl.load(g + 9)
                 clear = under > 1.1754943508222875e-38
                 scale = tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
+                if (flags & 32) != 0:
+                    scale *= tl.maximum(tl.sqrt(tl.load(at + 5 * units, mask=here, other=0.0)), 1.0)
             step = rate * scale
             bias_step = bias_rate * scale * tl.load(at + 6 * units, mask=here, other=0.0)
             back = along * 0.0

@@ -144,8 +144,9 @@ class StackedCoordinates:
         return moving, found
 
     def _rule(self, member: Member, on_v: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The template's own rule, on one member's state."""
+        """The template's own rule, on one member's state and weights."""
         found = []
+        self.optimizer._weight = lambda block: block.matrix(member.params[self._name(block)])  # type: ignore[method-assign]
         for block, (on_weight, *on_biases) in zip(self.blocks, on_v, strict=True):
             for p in block.parameters:
                 self.optimizer.state[p] = member.state[self.names[id(p)]]
