@@ -132,11 +132,12 @@ EXPERIMENTS = {
     ],
     # does EvenStep diverge anywhere over three decades?
     "decades": grid("evenstep", [0.002, 0.0063, 0.02, 0.2, 0.63, 2.0], **HE),
-    # is EvenStep's default stepsize near the best on the CNN? linear decay, as users train
-    "default-lr": grid("evenstep", NEAR, epochs=10, decay_lr=True),
+    # is EvenStep's default stepsize near the best on the CNN and on text? linear decay, as users train
+    "default-lr": [
+        *grid("evenstep", [*NEAR, 0.14, 0.2], **TEXT),
+        *grid("evenstep", NEAR, epochs=10, decay_lr=True),
+    ],
     "text": [
-        *grid("evenstep", [0.035, 0.05, 0.07, 0.1, 0.14, 0.2], **TEXT),
-        *grid("evenstep", [0.05], **TEXT, options={"plain_lr": 0.5}),
         *grid("adam", [0.004, 0.008], **TEXT),
         *grid("muon", [0.02, 0.04], **TEXT),
         *grid("whitened-adam", [0.004], **TEXT),
