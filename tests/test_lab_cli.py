@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,8 +258,9 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     words = ["sweep", "--out", str(out), "--data", str(images), "--epochs", "40", "--methods", "sg", "--seeds"]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "evenstep", *words, *map(str, range(100))]
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs may ignore it
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     file, until = out / "records.jsonl", time.monotonic() + 60
     while not (file.exists() and file.read_text().count("\n")) and time.monotonic() < until:
         time.sleep(0.05)
