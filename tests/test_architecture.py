@@ -19,6 +19,7 @@ ORDER = [
     "shards",
     "layers",
     "coverage",
+    "stages",
     "hooks",
     "blocks",
     "checkpoints",

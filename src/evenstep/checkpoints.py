@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import shards
 from .blocks import Block
-from .hooks import Stage
+from .stages import Stage
 
 FORMAT = 1  # 0 had no seal, and no step counts under rules that keep none
 MOMENTS = ("mx", "vx", "mass")

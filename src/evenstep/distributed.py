@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .hooks import Stage
 from .moments import Sums, recentre
+from .stages import Stage
 
 CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
 

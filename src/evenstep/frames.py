@@ -8,8 +8,8 @@ from torch import Tensor
 from . import shards, update
 from .blocks import Block
 from .constants import canonical_beta2, canonical_mg2, geometry_beta2
-from .hooks import Stage
 from .moments import Running, Sums, accumulation_dtype, fold_mean, usable
+from .stages import Stage
 
 State = dict[str, Any]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
-from .hooks import Stage
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
 from .segments import Segments
+from .stages import Stage
 
 
 def fits(block: Block, stage: Stage | None) -> bool:

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from . import checkpoints, checks, distributed, frames, shards, update
 from .blocks import Block, gather
 from .coverage import Coverage, survey
-from .hooks import Collector, Stage
+from .hooks import Collector
 from .layout import Layout, arrange
 from .moments import accumulation_dtype
 from .motion import at_rest, displace, exchange, follow, gradient, named, per_bias, rates, restored, step_count
 from .report import coverage_of
+from .stages import Stage
 from .together import begin
 
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
@@ -227,6 +228,8 @@ class CoordinateOptimizer(Optimizer):
     @_disable_dynamo
     def _ready_apart(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
+        if self._collector is not None:
+            self._collector.write_held()
         return self._ready(compiled=True)
 
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
