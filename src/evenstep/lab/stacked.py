@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from evenstep import frames, proxies, update
 from evenstep.blocks import Block
+from evenstep.guards import TRUST_FLOOR
 from evenstep.lab.methods import OwnBatchSGD
 from evenstep.lab.watching import Seen, Shown, Watcher
 from evenstep.moments import accumulation_dtype
 from evenstep.motion import displace
 from evenstep.proxies import BaseRule, Proxy
-from evenstep.shell import TRUST_FLOOR, CoordinateOptimizer
+from evenstep.shell import CoordinateOptimizer
 from evenstep.whitened import Whitened, joined
 
 Stack = dict[str, Tensor]  # by name, each [member, ...]
