@@ -30,6 +30,7 @@ ORDER = [
     "motion",
     "layout",
     "room",
+    "together_frames",
     "together",
     "plans",
     "distributed",
