@@ -118,7 +118,6 @@ class Layout:
         self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
         self.plain_room: Any = None  # what the CPU keeps from step to step
         self.all_seen = False  # whether the host knows that every layer was called before this step
-        self.counts_steps = self.device.type == "cpu"  # whether a step together counts itself
         self.captured = False  # whether a CUDA graph holds its addresses
         self._group()
         self._column()

@@ -157,7 +157,7 @@ class CoordinateOptimizer(ModelOptimizer):
                     monitor.note(block, stage, self.state[block.weight])
             move.commit(here)
         self._advance(plan.rest, mask)
-        counted = [*plan.rest, *(b for lay in plan.layouts if not lay.counts_steps for b in lay.blocks)]
+        counted = [*plan.rest, *(b for move in moving if not move.counts_steps for b in move.layout.blocks)]
         steps = [self.state[p]["step"] for block in counted for p in self._counted(block)]
         if steps:
             torch._foreach_add_(steps, 1 if on_host else [ok.to(steps[0])] * len(steps))

@@ -25,6 +25,8 @@ from .together_frames import Coordinates
 class Together:
     """One step of many blocks: look first, then move if all that was seen is finite."""
 
+    counts_steps = True  # in `commit`
+
     def __init__(self, layout: Layout, state: Any, *, linear: bool, even: bool) -> None:
         """`even` is `EvenStep`'s rule; otherwise stochastic gradient with momentum."""
         self.layout, self.state, self.linear, self.even = layout, state, linear, even
