@@ -8,10 +8,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from evenstep.hooks import Stage
 from evenstep.kernels import moments as kernel
 from evenstep.layers import Look
 from evenstep.moments import batch_moments
+from evenstep.stages import Stage
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from evenstep import hooks, room
-from evenstep.hooks import Glance, Stage
+from evenstep import room, stages
 from evenstep.layers import Look
-from evenstep.moments import lattice
+from evenstep.moments import thinned
+from evenstep.stages import Stage
 from test_kernels import OPTIMIZERS, Net, states, train
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -46,18 +46,19 @@ def assert_same(one, other):
 @pytest.mark.parametrize(("shape", "dim"), [((9, 5), 1), ((4, 3, 7), 2), ((5, 6, 8, 9), 1), ((7,), 0)])
 def test_a_held_call_adds_up_to_what_was_seen(shape, dim, dtype):
     torch.manual_seed(0)
-    held, seen = (Stage(shape[dim], 0, torch.zeros(1), limit=40) for _ in range(2))
+    held, plain = (Stage(shape[dim], 0, torch.zeros(1), limit=40) for _ in range(2))
+    held.emptied()
     for k in range(3):
         x = (3 + torch.randn(shape)).to(dtype)
         look = Look(x, dim, 2, 6, zeros=k)
-        seen.see(look)
-        others = [d for d in range(x.dim()) if d != dim]
-        held.hold(x, Glance(lattice(x, dim, 40), look._replace(x=None), others, x.dim() - 1 - dim, {}))
-    assert held.counts_here() == seen.tally.tolist() == held.tally.tolist()
-    for a, b in zip(held.sums_here(), seen.slots[0], strict=True):
-        assert_close(a, b)
-    assert_close(held.slots, seen.slots)
-    assert_close(held.centre, seen.centre, equal_nan=True)
+        held.see_like(x, stages.glance(x, look, 40))
+        plain._add(thinned(x, dim, 40), look)
+    counts, sums = held.counts_here(), [t.clone() for t in held.sums_here()]
+    assert held.held is not None and plain.held is None
+    assert counts == plain.tally.tolist() == held.tally.tolist()
+    assert_close(sums, [*plain.slots[0]])
+    assert_close(held.slots, plain.slots)
+    assert_close(held.centre, plain.centre, equal_nan=True)
 
 
 def test_what_is_asked_for_can_be_asked_for_again():
@@ -86,7 +87,7 @@ def test_examples_are_counted_once_per_announced_forward():
 def test_small_rooms_serve_large_layers(name, monkeypatch):
     monkeypatch.setattr(room, "KEPT", 0)
     monkeypatch.setattr(room, "PIECE", 16)
-    monkeypatch.setattr(hooks, "HELD", 0)
+    monkeypatch.setattr(stages, "HELD", 0)
     both = pair(name)
     for model, optimizer in both:
         train(optimizer, model, "cpu")

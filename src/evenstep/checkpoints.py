@@ -5,6 +5,7 @@ written to a file, a sum of each tensor's bits and of each option, since torch.l
 (format 0, or taken apart by a framework) is checked by names and shapes alone.
 """
 
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from . import shards
 from .blocks import Block
-from .hooks import Stage
+from .stages import Stage
 
 FORMAT = 1  # 0 had no seal, and no step counts under rules that keep none
 MOMENTS = ("mx", "vx", "mass")
@@ -253,4 +254,14 @@ def refuse(owner: str, problems: Sequence[str]) -> None:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(
             f"{owner}: this state_dict does not fit, and nothing was loaded: {'; '.join(problems[:SHOWN])}{more}."
+        )
+
+
+def check_seal(owner: str, state_dict: Any, writer: str) -> None:
+    """Refuse what was damaged since it was saved; warn of options that have changed."""
+    damages, edits = altered(state_dict, writer)
+    refuse(owner, damages)
+    if edits:
+        warnings.warn(
+            f"{owner}: {', '.join(edits)} changed since this state_dict was saved: edited, or damaged?", stacklevel=3
         )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .hooks import Stage
 from .moments import Sums, recentre
+from .motion import all_finite
+from .stages import Stage
 
 CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
 
@@ -134,14 +135,6 @@ def put_sums(stage: Stage, sums: Tensor) -> None:
     """Let these be the stage's sums: in its first slot, the others empty."""
     stage.slots.zero_()
     stage.slots[0].copy_(sums)
-
-
-def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether all are finite, as a bool on the device."""
-    some = [g for g in grads if g.numel()]
-    if not some:
-        return torch.ones((), dtype=torch.bool, device=device)
-    return torch.stack([n.to(device) for n in torch._foreach_norm(some, float("inf"))]).isfinite().all()
 
 
 def summed(ranks: Any, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,8 +8,9 @@ from torch import Tensor
 from . import shards, update
 from .blocks import Block
 from .constants import canonical_beta2, canonical_mg2, geometry_beta2
-from .hooks import Stage
+from .guards import TRUST_FLOOR
 from .moments import Running, Sums, accumulation_dtype, fold_mean, usable
+from .stages import Stage
 
 State = dict[str, Any]
 
@@ -65,6 +66,34 @@ def unit_length2(block: Block, frame: update.Frame) -> Tensor:
         frame = update.still_frame(frame.spread.new_empty(weight.shape[0], weight.shape[2]), frame.constants.beta2)
         return update.unit_length2(weight, biases, frame).view(1, -1)
     return update.unit_length2(weight, biases, frame)
+
+
+def guarded(
+    block: Block,
+    stage: Stage | None,
+    frame: update.Frame,
+    weight_step: Tensor,
+    bias_steps: Tensor | None,
+    *,
+    linear: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A step on w with every unit held to its trust radius; the stage counts what the guards did."""
+    trust = block.group["trust"]
+    if stage is not None and trust is not None:
+        weight_step, bias_steps, held, largest = update.within_trust(
+            unit_length2(block, frame),
+            weight_step,
+            bias_steps,
+            frame,
+            radius=trust,
+            floor=TRUST_FLOOR,
+            crowd=not linear,
+            over=block.over,
+        )
+        stage.guarded(frame.raised, held, largest)
+    elif stage is not None and block.group.get("fresh_max") is not None:
+        stage.guarded(frame.raised, torch.zeros_like(frame.raised), torch.zeros_like(stage.rows))
+    return weight_step, bias_steps
 
 
 def commit(state: State, block: Block, stage: Stage | None, ok: Tensor | None) -> None:

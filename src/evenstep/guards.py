@@ -11,6 +11,7 @@ from .coordinates import mean_response, per_input, per_unit
 from .segments import WHOLE, Segments, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
+TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
 LEAST = 0.1  # the share of its radius that the crowd leaves to a unit in any case
 
 

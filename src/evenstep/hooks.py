@@ -6,7 +6,7 @@ compiled. It holds its own tensors (module buffers would be broadcast by DDP) an
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,252 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from . import shards
 from .coverage import Entry
-from .kernels import moments as moments_kernel
-from .layers import SHAPED, LayerKind, Look
-from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
-
-TALLY = ("rows", "zeros", "applied", "examples")
-HELD = 2**18  # numbers beyond which a call is added up at once
-
-
-class Glance(NamedTuple):
-    """What calls with tensors of one shape show: which rows, and their counts."""
-
-    rows: Lattice
-    look: Look
-    others: list[int]  # the dimensions that rows run along
-    behind: int  # how many of them lie behind the inputs
-    calls: dict[Any, Any]  # of the kernel, by what it must be built for
-
-
-class Stage:
-    """What one entry's hooks have added up since the last step.
-
-    `slots` holds Σ(x − c) and Σ(x − c)² as [slot, 2, input]: a kernel that works in parallel adds to several slots, so
-    that its sums come in the same order in every run. The centre c is the running mean, or the first row seen (NaN:
-    none yet). `tally` counts rows, rows of zeros, uses of the weight, and examples. Of a forward that the model
-    announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
-    which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and
-    steps since the start, `last` the same guards' work in the newest step with its largest relative step.
-
-    On the CPU, where an operation between two layers costs more than its arithmetic, a call is `held` as deviations
-    from the centre and counts on the host, until `slots` and `tally` are asked for; the host knows them to be zero
-    otherwise by the tensors' versions, which compiled code raises, too.
-    """
-
-    rows: Tensor
-    zeros: Tensor
-    applied: Tensor
-    examples: Tensor
-
-    def __init__(
-        self,
-        inputs: int,
-        units: int,
-        like: Tensor,
-        *,
-        stuffed: bool = False,
-        limit: int | None = None,
-        clocks: dict[torch.device, Tensor] | None = None,
-    ) -> None:
-        """Room for `inputs` inputs and the squared gradients of `units` units, from at most `limit` rows a call.
-
-        `clocks` are those of the model, one per device.
-        """
-        dtype = accumulation_dtype(like.dtype)
-        self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
-        self.clocks = {} if clocks is None else clocks
-        self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=like.device)
-        self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=like.device)
-        self.g2 = torch.zeros(units, dtype=dtype, device=like.device)
-        self._tally = torch.zeros(4, dtype=dtype, device=like.device)
-        self.seen = torch.zeros((), device=like.device)
-        self.centred = False  # whether the host knows that the centre is a running mean
-        self.counts: dict[tuple[int, int, int], Tensor] = {}
-        self.held: tuple[Tensor, list[int]] | None = None
-        self.held_sums: tuple[Tensor, Tensor] | None = None
-        self.held_counts: list[float] = [0, 0, 0, 0]
-        self.seen_at = 0  # the clock's version when the host last looked
-        self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=like.device)
-        self._name()
-
-    def _name(self) -> None:
-        self._counts = self._tally.unbind()
-        self._sums = self._slots[0].unbind()
-        self.counts = {}
-        self.centres: dict[int, Tensor] = {}
-        self.empty_at = -1, -1
-        device = self._tally.device
-        self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
-
-    @property
-    def slots(self) -> Tensor:
-        """Σ(x − c) and Σ(x − c)²."""
-        self._add_up()
-        if self.held_sums is not None:
-            torch._foreach_add_(self._sums, self.held_sums)
-            self.held_sums = None
-        return self._slots
-
-    @property
-    def tally(self) -> Tensor:
-        """Rows, rows of zeros, uses of the weight, and examples."""
-        if any(self.held_counts):
-            self._tally.add_(self._tally.new_tensor(self.held_counts))
-            self.held_counts = [0, 0, 0, 0]
-        return self._tally
-
-    def __getattr__(self, name: str) -> Tensor:
-        """The numbers of the tally: `rows`, `zeros`, `applied`, `examples`."""
-        if name not in TALLY:
-            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-        return self.tally[TALLY.index(name)]
-
-    def _add_up(self) -> None:
-        """Let what is held be sums."""
-        if self.held is not None:
-            found, self.held = squared(*self.held), None
-            if self.held_sums is not None:
-                torch._foreach_add_(self.held_sums, found)
-            else:
-                self.held_sums = found
-
-    def sums_here(self) -> tuple[Tensor, Tensor]:
-        """Σ(x − c) and Σ(x − c)² on the CPU."""
-        self._add_up()
-        if self.held_sums is not None and self._slots._version == self.empty_at[0]:
-            return self.held_sums
-        first, second = self.slots[0]
-        return first, second
-
-    def counts_here(self) -> list[float]:
-        """The tally as numbers, on the CPU."""
-        if self._tally._version == self.empty_at[1]:
-            return self.held_counts
-        return self.tally.tolist()
-
-    def to(self, device: torch.device) -> None:
-        """Follow the model to another device."""
-        if self._tally.device != device:
-            whole, self._tally = self.slots.sum(0), self.tally.to(device)
-            self._slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
-            self._slots[0] = whole
-            for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
-                setattr(self, name, getattr(self, name).to(device))
-            self._name()
-
-    def sums(self) -> Sums:
-        """The batch so far, with the zeros that the layer inserts."""
-        first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
-        sums = Sums(self.rows, first, second)
-        return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
-
-    def see(self, look: Look) -> None:
-        """Add one call. Repeated calls within one forward of the model show the same examples again."""
-        if look.x is not None:
-            self.to(look.x.device)
-        x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
-        if x is not None and moments_kernel.serves(x, self._slots):
-            moments_kernel.add(x, look, self, {})
-            return
-        self._count(0 if x is None else x.numel() // x.shape[look.dim], look)
-        if x is None:
-            return
-        self._centre_on(x, look.dim)
-        first, second = sum_about(x, self.centre, look.dim)
-        sums = self._slots[0].unbind() if torch.compiler.is_compiling() else self._sums
-        sums[0].add_(first)
-        sums[1].add_(second)
-
-    def _centre_on(self, x: Tensor, inputs: int) -> None:
-        """Let the first row be the centre where there is none."""
-        if torch.compiler.is_compiling() or not self.centred:
-            row = x
-            for dim in reversed(range(x.dim())):
-                row = row if dim == inputs else row.select(dim, 0)
-            self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-
-    def hold(self, x: Tensor, glance: Glance) -> None:
-        """Add one eager call on the CPU, in as few operations as may be until it is asked for."""
-        if not self._tally.is_cpu:
-            self.to(x.device)
-        if self.held is not None:
-            self._add_up()
-        look, x = glance.look, glance.rows.of(x.detach())
-        if not self.centred:
-            self._centre_on(x, look.dim)
-        centre = self.centres.get(glance.behind)
-        if centre is None:
-            centre = self.centres[glance.behind] = self.centre.view(-1, *[1] * glance.behind)
-        deviation = (x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre
-        self.held = deviation, glance.others
-        if deviation.numel() > HELD:
-            self._add_up()
-        counts, now = self.held_counts, self.clock._version
-        counts[0] += glance.rows.rows
-        counts[1] += look.zeros
-        counts[2] += look.applied
-        if self.seen._version:  # compiled calls look at the tensors
-            new = self.clock.item() != self.seen.item()
-            self.seen.copy_(self.clock)
-        else:
-            new = not now or now != self.seen_at
-        self.seen_at = now
-        counts[3] += look.examples if new else 0
-
-    def launch(self, x: Tensor, glance: Glance) -> bool:
-        """Add one eager call on a GPU by the kernel, if it takes such tensors."""
-        self.to(x.device)
-        x = glance.rows.of(x.detach())
-        served = moments_kernel.serves(x, self._slots)
-        if served:
-            moments_kernel.add(x, glance.look, self, glance.calls)
-        return served
-
-    def _count(self, rows: int, look: Look) -> None:
-        """Add to the tally: number by number in compiled code, which fuses it, else as one tensor that is kept.
-
-        Compiled code takes views of its own: ours may lie off the 16 bytes from which CUDA graphs may write.
-        """
-        new, key = self.seen != self.clock, (rows, look.zeros, look.applied)
-        if torch.compiler.is_compiling():
-            *tally, examples = self._tally.unbind()
-            for total, count in zip(tally, key, strict=True):
-                total.add_(count)
-            examples.add_(new, alpha=look.examples)
-        else:
-            if key not in self.counts:
-                if len(self.counts) > 8:  # sizes that never come back need not be kept
-                    self.counts.clear()
-                self.counts[key] = self._tally.new_tensor([*key, 0])
-            self._tally.add_(self.counts[key])
-            self._counts[3].add_(new, alpha=look.examples)
-        self.seen.copy_(self.clock)
-
-    def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
-        """Count, on the device, what the guards did in a step."""
-        self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
-        self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
-
-    def use_up(self) -> list[Tensor]:
-        """Drop what is held, and name the tensors that are to be zeroed for the next step."""
-        self.held, self.held_sums, self.held_counts = None, None, [0, 0, 0, 0]
-        found = [self.g2] if self.units else []
-        if not self._tally.is_cpu or self.empty_at != (self._slots._version, self._tally._version):
-            found += [self._slots, self._tally]
-        return found
-
-    def emptied(self) -> None:
-        """Note that these are zero now."""
-        self.empty_at = self._slots._version, self._tally._version
-
-
-def squared(deviation: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
-    """Σ(x − c) and Σ(x − c)², the deviations used up."""
-    if not others:
-        return deviation, deviation * deviation
-    first = deviation.sum(others)
-    return first, deviation.mul_(deviation).sum(others)
+from .layers import SHAPED, LayerKind, shown
+from .moments import sum_about
+from .stages import Glance, Stage, glance
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
@@ -335,25 +92,20 @@ class Watch:
 
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
-        x = args[0] if args else next(iter(kwargs.values()))
+        x, stage = shown(args, kwargs), self.stages[0]
         if torch.compiler.is_compiling() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
             return False
-        key, stage = (x.shape, x.stride(), output.shape), self.stages[0]
-        glance = self.glances.get(key)
-        if glance is None:
+        key = x.shape, x.stride(), output.shape
+        known = self.glances.get(key)
+        if known is None:
             (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
             if stage is None or look is None or not look.applied or not x.numel():
                 return False
             if len(self.glances) > 8:  # sizes that never come back need not be kept
                 self.glances.clear()
-            found = lattice(x.detach(), look.dim, stage.limit)
-            others = [d for d in range(x.dim()) if d != look.dim]
-            glance = self.glances[key] = Glance(found, look._replace(x=None), others, x.dim() - 1 - look.dim, {})
+            known = self.glances[key] = glance(x, look, stage.limit)
         assert stage is not None
-        if x.is_cpu:
-            stage.hold(x, glance)
-        elif not stage.launch(x, glance):
-            return False
+        stage.see_like(x, known)
         self.traffic.rows = True
         return True
 
@@ -484,6 +236,11 @@ class Collector:
         """Take a GradScaler's factor out of the squared gradients: hooks see scaled ones."""
         for stage in self.stages.values():
             stage.g2.div_(scale.to(stage.g2.device) ** 2)
+
+    def write_held(self) -> None:
+        """Let tensors have all that stages hold."""
+        for stage in self.stages.values():
+            stage.write_held()
 
     def clear(self) -> None:
         """Forget what was staged: it has been used, or is not to be."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
-from .hooks import Stage
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
 from .segments import Segments
+from .stages import Stage
 
 
 def fits(block: Block, stage: Stage | None) -> bool:
@@ -105,20 +105,15 @@ class Layout:
         self.biased = [k for k, b in enumerate(blocks) if b.biases]
         self.unbiased = [k for k in self.moving if not blocks[k].biases]
         self.levels = [next(iter(b.biases or frozen_bias(b)), None) for b in blocks]
-        self.bias_sizes = [self.sizes[k] for k in self.biased]
         # an input that no layer has ends the list: it stands for all inputs of blocks without moments
         self.input_sizes = [self.shapes[k][0] * self.shapes[k][2] for k in self.moving]
         self.identity = sum(self.input_sizes)
         self.inputs = Segments.of([*self.input_sizes, 1], self.device)
         self.base = dict(zip(self.moving, Segments.of([*self.input_sizes, 1]).offsets.tolist(), strict=False))
-        self.nothing = torch.zeros(2, 1, dtype=self.dtype, device=self.device)
-        self.no_rows = torch.zeros(self.total, dtype=self.dtype, device=self.device)
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
-        self.settings: dict[str, tuple[Any, list[Tensor]]] = {}
         self.plain_room: Any = None  # what the CPU keeps from step to step
         self.all_seen = False  # whether the host knows that every layer was called before this step
-        self.counts_steps = self.device.type == "cpu"  # whether a step together counts itself
         self.captured = False  # whether a CUDA graph holds its addresses
         self._group()
         self._column()
@@ -187,24 +182,3 @@ class Layout:
     def staged(self, blocks: list[int]) -> list[Stage]:
         """The stages of some blocks."""
         return [s for k in blocks if (s := self.stages[k]) is not None]
-
-    def set(self, name: str, columns: list[list[Any]], wide: Segments | None = None) -> list[Tensor]:
-        """Settings of the blocks as tensors, one value per block or, `wide`, per element; made anew on a change."""
-        flat = [v for column in columns for v in column]
-        if any(isinstance(v, Tensor) for v in flat):
-            table = torch.stack([self._scalar(v) for v in flat]).view(len(columns), -1)
-            return list((table if wide is None else wide.widen(table.T).T).unbind())
-        known = self.settings.get(name)
-        if known is None or known[0] != flat:
-            table = self.tensor(flat).view(len(columns), -1)
-            known = self.settings[name] = (
-                flat,
-                list((table if wide is None else wide.widen(table.T).T.contiguous()).unbind()),
-            )
-        return known[1]
-
-    def _scalar(self, value: Any) -> Tensor:
-        """A number or one-element tensor as a 0-d tensor."""
-        if isinstance(value, Tensor):
-            return value.detach().reshape(()).to(self.device, self.dtype, non_blocking=True)
-        return torch.full((), value, dtype=self.dtype, device=self.device)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
-from .hooks import Stage
 from .moments import batch_moments, usable
 from .shell import CoordinateOptimizer
+from .stages import Stage
 
 COLUMNS = (
     "mean_distance",  # largest |fresh mean − running mean|, in units of the running deviation

@@ -1,5 +1,6 @@
 """Small motions of torch's state that the shell makes: stepsizes of a block, decay, masks, devices, checkpoints."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ def gradient(p: Tensor) -> Tensor:
     """The gradient of a parameter that has one: what this rank has of it."""
     assert p.grad is not None
     return p.grad if type(p.grad) is Tensor else shards.local(p.grad)
+
+
+def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """Whether all are finite, as a bool on the device, by default that of the first."""
+    some = [g for g in grads if g.numel()]
+    device = device or next((g.device for g in grads), torch.device("cpu"))
+    if not some:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.stack([n.to(device) for n in torch._foreach_norm(some, float("inf"))]).isfinite().all()
 
 
 def rates(block: Block) -> list[Any]:
@@ -64,6 +74,25 @@ def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
         return live.copy_(saved.detach())
     return saved.detach().to(device, copy=True)
+
+
+def restore(
+    state: Mapping[Tensor, dict[str, Any]],
+    params: Sequence[Tensor],
+    saved: Sequence[Mapping[str, Any]],
+    live: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Put what was `saved` of each parameter into its state, in the dtype it was saved in.
+
+    Values are copied into `live` tensors where there are any.
+    """
+    for p, kept in zip(params, saved, strict=True):
+        for name, value in kept.items():
+            if name == "step":  # torch has a rule of its own for their device, and would share the saved one
+                count = state[p][name]
+                state[p][name] = count.detach().clone() if isinstance(count, Tensor) else step_count(p, count)
+            elif isinstance(value, Tensor):
+                state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
 
 
 def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from . import checks, rules, stepsize
 from .blocks import Block
-from .shell import CoordinateOptimizer, Plan
+from .plans import Plan
+from .shell import CoordinateOptimizer
 
 
 def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:

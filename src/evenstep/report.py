@@ -1,25 +1,36 @@
-"""The rows of `opt.coverage()`, from the blocks an optimizer would move."""
+"""What an optimizer says of itself: the rows of `opt.coverage()`, `opt.fired()`, layers that nothing was seen of."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .blocks import Block
-from .coverage import Coverage, Row, owners, why_plain
+from .coverage import Coverage, Entry, Row, owners, why_plain
+from .stages import Stage
+
+Staged = Iterable[tuple[Block, Stage | None]]
 
 
 def coverage_of(
-    groups: list[dict[str, Any]], blocks: list[Block], model: nn.Module | None, left_out: dict[int, str]
+    groups: list[dict[str, Any]],
+    blocks: list[Block],
+    model: nn.Module | None = None,
+    entries: Sequence[Entry] = (),
+    left_out: dict[int, str] | None = None,
 ) -> Coverage:
-    """One row per parameter of `groups`, in their order."""
-    known = {} if model is None else owners(model)
+    """One row per parameter of `groups`, in their order; `left_out` says why some are no part of `entries`."""
+    known, reasons = {} if model is None else owners(model), dict(left_out or {})
+    for entry in entries:
+        if unfit := entry.unfit:
+            reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
     of_block = {id(p): block for block in blocks for p in block.parameters}
     table = Coverage()
     for group in groups:
         names = group.get("param_names") or [f"parameter {k}" for k in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             name, owner = known.get(id(p), (name, None))
-            table.append(row(name, p, of_block.get(id(p)), owner, left_out))
+            table.append(row(name, p, of_block.get(id(p)), owner, reasons))
     return table
 
 
@@ -53,3 +64,31 @@ def why_treated(block: Block) -> str:
     if entry.batch_dim == 1 and block.treatment != "plain":
         reasons.append("sequences taken as [time, batch, feature]")
     return "; ".join(reasons)
+
+
+def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:
+    """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
+    found: dict[str, tuple[float, float]] = {}
+    for block, stage in staged:
+        if stage is not None and block.entry is not None and not block.alone:
+            raised, held, steps = stage.fired.tolist()
+            inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
+            found[block.entry.path] = (raised / inputs, held / units)
+    return found
+
+
+def unseen_of(staged: Staged, wait: bool) -> str | None:
+    """A sentence on the first layer that has a gradient but no statistics, if there is one.
+
+    Statistics on another device are read only if we may `wait` for them.
+    """
+    for block, stage in staged:
+        entry = block.entry
+        if stage is None or entry is None or stage.applied.is_meta or not block.weight.requires_grad:
+            continue
+        if (wait or stage.applied.device.type == "cpu") and not stage.applied:
+            return (
+                f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
+                "step (compiled before the optimizer was built? eval mode? a functional call?); using its last moments."
+            )
+    return None

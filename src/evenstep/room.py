@@ -72,7 +72,7 @@ class Room:
         self.batch, self.means = torch.zeros(2, 3, lay.identity + 1, dtype=lay.dtype)
         self.batch_flat, (self.offset, self.square, _) = self.batch.view(-1), self.means
         self.squares_of_batch, self.spreads = self.means[1:], self.vectors[FRESH : SPREAD + 1]
-        self.none, self.tiny = lay.nothing[0], torch.finfo(lay.dtype).tiny
+        self.none, self.tiny = torch.zeros(1, dtype=lay.dtype), torch.finfo(lay.dtype).tiny
         self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
         self.biases = [lay.blocks[k].biases[0] for k in lay.biased]
         self.one = torch.ones(1)

@@ -1,7 +1,7 @@
 """Sums of a layer's input in one pass over it, tally included: one launch per call of a layer.
 
 Every program adds its part of the rows to a slot of its own, so that the order of additions, and with it the result,
-is the same in every run. The plain version is the torch code of `hooks.Stage.see`.
+is the same in every run. The plain version is `stages.Stage._add`.
 """
 
 from functools import cache

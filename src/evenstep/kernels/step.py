@@ -115,6 +115,8 @@ class Room:
 class TritonStep:
     """One step of many blocks: look first, then move where all that was seen is finite."""
 
+    counts_steps = False  # the caller does
+
     def __init__(self, layout: Any, state: Any, *, linear: bool, even: bool) -> None:
         """`even` is `EvenStep`'s rule; otherwise stochastic gradient with momentum."""
         self.layout, self.linear, self.even = layout, linear, even

@@ -115,6 +115,19 @@ def frame(
             tl.store(vectors + 3 * width + base + i, far + floor, mask=here)
 
 
+@triton.jit
+def row_of(unit, p, s, beta, KIND: tl.constexpr):
+    columns, flags = tl.load(s).to(tl.int32), tl.load(s + 6)
+    inputs, inner = tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
+    row = unit - tl.load(s + 5)
+    base = tl.load(s + 4) + tl.where((flags & 2) != 0, row // tl.load(s + 3) * inputs, 0)
+    weight = pointer(tl.load(p), KIND) + row * columns
+    grad = pointer(tl.load(p + 1), KIND) + row * columns
+    buffer = pointer(tl.load(p + 2), KIND) + row * columns
+    scale = tl.where((flags & 8) != 0, -1.0, 1.0) * tl.load(beta)
+    return flags, row, columns, inputs, inner, base, weight, grad, buffer, scale
+
+
 @triton.jit(do_not_specialize=SIZES)
 def add_up(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
@@ -124,14 +137,7 @@ def add_up(
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
     p, s = addresses + block * 15, shapes + block * 11
-    columns, flags = tl.load(s).to(tl.int32), tl.load(s + 6)
-    inputs, inner = tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
-    row = unit - tl.load(s + 5)
-    base = tl.load(s + 4) + tl.where((flags & 2) != 0, row // tl.load(s + 3) * inputs, 0)
-    weight = pointer(tl.load(p), KIND) + row * columns
-    grad = pointer(tl.load(p + 1), KIND) + row * columns
-    buffer = pointer(tl.load(p + 2), KIND) + row * columns
-    scale = tl.where((flags & 8) != 0, -1.0, 1.0) * tl.load(layers + block)
+    flags, row, columns, inputs, inner, base, weight, grad, buffer, scale = row_of(unit, p, s, layers + block, KIND)
     shift = 0.0
     direction = 0.0
     level = 0.0
@@ -332,14 +338,7 @@ def move(
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
     p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
-    columns, flags = tl.load(s).to(tl.int32), tl.load(s + 6)
-    inputs, inner = tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
-    row = unit - tl.load(s + 5)
-    base = tl.load(s + 4) + tl.where((flags & 2) != 0, row // tl.load(s + 3) * inputs, 0)
-    weight = pointer(tl.load(p), KIND) + row * columns
-    grad = pointer(tl.load(p + 1), KIND) + row * columns
-    buffer = pointer(tl.load(p + 2), KIND) + row * columns
-    scale = tl.where((flags & 8) != 0, -1.0, 1.0) * tl.load(layers + block)
+    flags, row, columns, inputs, inner, base, weight, grad, buffer, scale = row_of(unit, p, s, layers + block, KIND)
     shift = tl.load(sums + 7 * units + unit)
     gain, back = tl.load(motion + unit), tl.load(motion + units + unit)
     ratio = tl.load(g + 2)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.evaluate import evaluate_members
 from evenstep.lab.stacked import Build, Stack, StackedCoordinates, StackedRule, along
-from evenstep.lab.watching import Seen, Tally
+from evenstep.lab.watching import Seen
 from evenstep.shell import CoordinateOptimizer
 
 STREAMS = 8  # branches of a captured step in which members take turns
@@ -66,7 +66,7 @@ class Ensemble:
             self.stacked = StackedCoordinates(self.model, optimizer, self.params, self.rates)
         else:
             self.stacked = StackedRule(self.model, build, self.params, self.rates)
-        self.shapes: dict[torch.Size, tuple[list[Tally], list[torch.Size]]] = {}
+        self.shapes: dict[torch.Size, tuple[list[Tensor], list[torch.Size]]] = {}
         self.streams = branches(like.device) if like.is_cuda and forward == "each" else []
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class Ensemble:
         self.sample.load_state_dict({n: t[e] for n, t in {**self.params, **self.buffers}.items()}, strict=False)
         return self.sample
 
-    def _measure(self, x: Tensor) -> tuple[list[Tally], list[torch.Size]]:
+    def _measure(self, x: Tensor) -> tuple[list[Tensor], list[torch.Size]]:
         """What a batch's shape says: tallies of the layers, and shapes of the probes."""
         watcher, buffers = self.stacked.watcher, {name: buffer[0].clone() for name, buffer in self.buffers.items()}
         with watcher.forward([centre[0] for centre in self.stacked.centres]) as now:

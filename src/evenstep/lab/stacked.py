@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from evenstep import frames, proxies, update
 from evenstep.blocks import Block
+from evenstep.guards import TRUST_FLOOR
 from evenstep.lab.methods import OwnBatchSGD
-from evenstep.lab.watching import Seen, Shown, Tally, Watcher
+from evenstep.lab.watching import Seen, Shown, Watcher
 from evenstep.moments import accumulation_dtype
 from evenstep.motion import displace
 from evenstep.proxies import BaseRule, Proxy
-from evenstep.shell import TRUST_FLOOR, CoordinateOptimizer
+from evenstep.shell import CoordinateOptimizer
 from evenstep.whitened import Whitened, joined
 
 Stack = dict[str, Tensor]  # by name, each [member, ...]
@@ -41,7 +42,7 @@ class StackedRule:
         self.decays = any(group.get("weight_decay") for group in self.rule.param_groups)
         self.watcher = Watcher(model, [], inputs=False, gradients=False)
 
-    def step(self, grads: Stack, seen: Sequence[Seen], tallies: Sequence[Tally], alive: Tensor) -> None:
+    def step(self, grads: Stack, seen: Sequence[Seen], tallies: Sequence[Tensor], alive: Tensor) -> None:
         """Move the members that are alive."""
         for q, (name, p) in zip(self.proxies, self.params.items(), strict=True):
             q.data.copy_(p) if self.decays else q.data.zero_()  # decay alone asks where a parameter is
@@ -105,7 +106,7 @@ class StackedCoordinates:
         shape, dtype = (len(self.rates), groups * inputs), accumulation_dtype(entry.weight.dtype)
         return torch.zeros(shape, dtype=dtype, device=entry.weight.device)
 
-    def step(self, grads: Stack, seen: Sequence[Seen], tallies: Sequence[Tally], alive: Tensor) -> None:
+    def step(self, grads: Stack, seen: Sequence[Seen], tallies: Sequence[Tensor], alive: Tensor) -> None:
         """Move the members that are alive and whose gradients are finite; then their batch joins the moments."""
         self.tallies = tallies
         if isinstance(self.optimizer, OwnBatchSGD):

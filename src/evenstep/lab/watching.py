@@ -9,18 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.coverage import Entry
-from evenstep.hooks import Stage
 from evenstep.layers import Look
 from evenstep.moments import Sums, add_zeros, sum_about, thinned
-
-
-class Tally(NamedTuple):
-    """What shapes alone say of one layer: rows of its input, rows of zeros, uses of its weight, examples."""
-
-    rows: Tensor
-    zeros: Tensor
-    applied: Tensor
-    examples: Tensor
+from evenstep.stages import Stage
 
 
 class Seen(NamedTuple):
@@ -35,10 +26,10 @@ class Seen(NamedTuple):
 class Shown(Stage):
     """A stage made of values, for the functions that read one."""
 
-    def __init__(self, seen: Seen, tally: Tally, stuffed: bool) -> None:
+    def __init__(self, seen: Seen, tally: Tensor, stuffed: bool) -> None:
         """Of one member, or under `vmap` of all."""
         self.centre, self.first, self.second, self.g2 = seen
-        self.rows, self.zeros, self.applied, self.examples = tally
+        self._tally, self.held = tally, None
         self.inputs, self.units, self.stuffed = self.centre.numel(), self.g2.numel(), stuffed
 
     def sums(self) -> Sums:
@@ -142,7 +133,8 @@ class Watcher:
         nothing = [(c, torch.zeros_like(c), torch.zeros_like(c)) for c in now.centres]
         return [Seen(*now.sums.get(k, nothing[k]), g2.get(k, empty[k])) for k in range(len(self.entries))]
 
-    def tallies(self, now: Forward) -> list[Tally]:
-        """Counts of the pass as tensors."""
+    def tallies(self, now: Forward) -> list[Tensor]:
+        """A stage's tally of each entry, from the shapes of the pass."""
         counts = [now.counts.get(k, [0] * 4) for k in range(len(self.entries))]
-        return [Tally(*(c.new_full((), n) for n in numbers)) for c, numbers in zip(now.centres, counts, strict=True)]
+        pairs = zip(now.centres, counts, strict=True)
+        return [torch.stack([centre.new_full((), n) for n in numbers]) for centre, numbers in pairs]

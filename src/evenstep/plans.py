@@ -1,0 +1,57 @@
+"""Which blocks move in a step, and how: many at once, or one by one."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .blocks import Block
+from .layout import Layout
+from .motion import gradient
+
+
+class Plan(NamedTuple):
+    """The blocks of a step: those that move together, and the rest, which move one by one."""
+
+    signature: list[Any]
+    blocks: list[Block]
+    layouts: list[Layout]
+    rest: list[Block]
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph goes on using its tensors."""
+        return any(layout.captured for layout in self.layouts)
+
+    @property
+    def all_seen(self) -> bool:
+        """Whether the step of many blocks has all of them, and has found that each layer saw something."""
+        return bool(self.layouts) and not self.rest and all(layout.all_seen for layout in self.layouts)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it begins; None if nothing moves."""
+        return next((lay.device for lay in self.layouts), self.rest[0].weight.device if self.rest else None)
+
+
+def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
+    """What a plan goes by: it is made again when parameters, gradients or groups come and go."""
+    return [
+        compiled,
+        *(
+            (
+                id(group),
+                group["foreach"],
+                group.get("momentum"),
+                group["maximize"],
+                group["capturable"],
+                [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
+            )
+            for group in groups
+        ),
+    ]
+
+
+def refuse_sparse(owner: str, blocks: list[Block]) -> None:
+    """Dense gradients alone."""
+    if any(gradient(p).layout != torch.strided for block in blocks for p in block.parameters):
+        raise RuntimeError(f"{owner} does not support sparse gradients; build the Embedding with sparse=False.")
