@@ -54,6 +54,41 @@ def test_kernels_by_the_interpreter(name):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+MOMENTS = """
+import torch
+from evenstep.kernels import moments
+from evenstep.layers import Look
+from evenstep.stages import Stage, glance
+
+CASES = [((7, 5), 1, None), ((300, 72), 1, 100), ((4, 16, 9, 9), 1, 128), ((3, 6, 5, 5), 1, None)]
+CASES += [((2, 40, 768), 2, 32), ((40, 1536), 1, None)]
+for shape, dim, limit in CASES:
+    for kind in (torch.float32, torch.bfloat16):
+        x = (torch.randn(shape) + 3).to(kind)
+        if limit == 128:
+            x = x.to(memory_format=torch.channels_last)
+        stage = Stage(shape[dim], 0, torch.zeros(1), limit=limit)
+        stage._slots = torch.zeros(moments.SLOTS, 2, shape[dim])
+        known = glance(x, Look(None, dim, shape[0], x.numel() // shape[dim]), limit)
+        rows = known.rows.of(x)
+        for _ in range(2):
+            moments.add(rows, known.look, stage, known.calls)
+        away = rows.double().movedim(dim, -1).reshape(-1, shape[dim]) - stage.centre
+        first, second = stage._slots.double().sum(0)
+        torch.testing.assert_close(first, 2 * away.sum(0), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(second, 2 * away.square().sum(0), rtol=1e-4, atol=1e-3)
+        assert stage._tally.tolist() == [2 * len(away), 0, 2 * known.look.applied, 2 * shape[0]]
+"""
+
+
+@pytest.mark.slow
+def test_the_moments_kernel_by_the_interpreter():
+    pytest.importorskip("triton")
+    command, environment = [sys.executable, "-c", MOMENTS], {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 BUILD = """
 import triton
 from triton.backends.compiler import GPUTarget
