@@ -12,7 +12,7 @@ test: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2
 
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow $(PYTEST_ARGS)
 
 test-browser: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_lab_browser.py
@@ -21,7 +21,7 @@ test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu
 
 test-integrations: .venv-integrations/.installed
-	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations
+	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations $(PYTEST_ARGS)
 
 test-all: test test-slow test-integrations
 
