@@ -247,8 +247,9 @@ class BlockNaturalSGD(_SG):
     def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
         """Sum the squares of the whole network first, where they are wanted."""
         whole = [b for b in blocks if b.group["block"] == "network"]
-        squares = [b.over.total(b.unit_square(*self._gradients(b))) for b in whole]
-        self._common.square = torch.stack(squares).sum() if squares else torch.zeros(())
+        if whole:
+            squares = [b.over.total(b.unit_square(*self._gradients(b))) for b in whole]
+            self._common.square = torch.stack(squares).sum()
         super()._advance(blocks, ok)
 
     def _init_rule(self, block: Block) -> None:
