@@ -127,11 +127,13 @@ def test_no_step_waits_for_the_device(case, capturable):
     optimizer = case.build(model, lr=rate(case), capturable=capturable)
     xs = batches(8)
     train(model, model, optimizer, xs[:3])
+    before = [p.detach().clone() for p in model.parameters()]
     torch.cuda.set_sync_debug_mode("error")
     try:
         train(model, model, optimizer, xs[3:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), "it did step"
 
 
 @pytest.mark.feature("CUDA graphs")
