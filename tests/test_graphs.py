@@ -27,7 +27,8 @@ def rate(case):
 
 
 def network():
-    convs = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, groups=2, bias=False)]
+    """Batch norm comes behind the ReLU: before it a bias has no gradient but rounding, which Adam takes for one."""
+    convs = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2, bias=False)]
     return nn.Sequential(*convs, nn.ReLU(), nn.Flatten(), nn.Linear(54, 8), nn.ReLU(), nn.Linear(8, 3)).cuda()
 
 

@@ -150,6 +150,20 @@ def test_records_equal_those_of_separate_trials(method, settings):
             assert row == pytest.approx(other, rel=2e-4)
 
 
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_members_may_differ_in_the_strength_of_l2(forward):
+    arrays = small_arrays(11)
+    networks = [{"l2": 0.3}, {"l2": 0.03}, {}]
+    trials = [Trial("evenstep", 0.02, epochs=2, batch_size=4, model_options=network) for network in networks]
+    strong, weak, without = (together.alike(trial) for trial in trials)
+    assert strong == weak != without
+    found = together.run_together(trials[:2], arrays, forward=forward)
+    losses = [record["metrics"][-1]["train_loss"] for record in found]
+    assert losses == pytest.approx([run(trial, arrays)["metrics"][-1]["train_loss"] for trial in trials[:2]], rel=2e-4)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    assert [record["config"]["model_options"] for record in found] == networks[:2]
+
+
 @pytest.mark.parametrize("method", ["evenstep", "muon"])
 def test_text_trains_together(method, monkeypatch):
     monkeypatch.setattr(feed, "TEXT_STEPS", 2)

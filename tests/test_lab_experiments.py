@@ -364,12 +364,12 @@ def penalty(params, l2):
 def test_l2_is_a_term_of_the_loss():
     twin = small_net()
     model = small_net().append(nn.Identity())
-    model[-1] = L2Term(model, 0.3)
+    model[-1] = L2Term(model, 0.25)
     with_term, plain = evenstep.WhitenedSGD(model, lr=0.1), evenstep.WhitenedSGD(twin, lr=0.1)
     for k in range(3):
         x, y = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
         one_step(model, with_term, x, y)
-        one_step(twin, plain, x, y, penalty(twin.parameters(), 0.3))
+        one_step(twin, plain, x, y, penalty(twin.parameters(), 0.25))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert torch.equal(model.eval()(x), twin(x))

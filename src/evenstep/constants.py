@@ -96,5 +96,8 @@ def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
 
 
 def fan_in(like: Tensor, beta2: Tensor) -> Constants:
-    """Fan-in coordinates (§3.5): μ = 0, α = 1, β² = 1/√(n·S); `like` is any tensor shaped [group, input]."""
-    return Constants(torch.zeros_like(like), torch.ones_like(like), beta2)
+    """Fan-in coordinates (§3.5): μ = 0, α = 1, β² = 1/√(n·S); `like` is any tensor shaped [group, input].
+
+    One zero and one 1 serve all inputs: a plain parameter may be large.
+    """
+    return Constants(like.new_zeros(()).expand(like.shape), like.new_ones(()).expand(like.shape), beta2)

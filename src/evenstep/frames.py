@@ -28,7 +28,7 @@ def init(state: State, block: Block, stage: Stage | None) -> None:
         state["mg2"] = stage.centre.new_zeros(stage.units)
 
 
-def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> update.Frame:
+def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> update.Frame | update.Still:
     """The coordinates of this step: from the moments of earlier steps, and this batch's for the guards.
 
     A rule that normalizes (`linear` False) would keep one stray β of the two, so it gets β = 1.
@@ -36,11 +36,11 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
     groups, units, inputs, _ = block.matrix(shards.local(block.weight)).shape
     weight, group = block.weight, block.group
     if stage is None or block.treatment == "plain":
-        like = torch.empty(groups, inputs, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        return update.still_frame(like, like.new_ones(()))
+        one = torch.ones((), dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return update.still_frame(one.expand(groups, inputs), one)
     beta2 = geometry_beta2(block.fan_in, sharing(state, stage, group)) if linear else torch.ones_like(stage.rows)
     if block.treatment == "fan-in":
-        return update.still_frame(stage.centre.new_empty(groups, inputs), beta2)
+        return update.still_frame(stage.centre.new_empty(()).expand(groups, inputs), beta2)
     if block.treatment == "canonical":
         started = state["mass"] > 0
         mg2 = torch.where(started, state["mg2"], batch_mg2(stage, group))
@@ -59,11 +59,13 @@ def per_row(frame: update.Frame, block: Block) -> update.Frame:
     return update.Frame(constants, frame.spread[own], frame.fresh_spread[own], frame.raised)
 
 
-def unit_length2(block: Block, frame: update.Frame) -> Tensor:
+def unit_length2(block: Block, frame: update.Frame | update.Still) -> Tensor:
     """‖u_j‖² of the block's units, parts of them that do not train included; [group, unit] as the block has them."""
     weight, biases = block.whole()
     if block.alone:  # its own frame has no inputs
-        frame = update.still_frame(frame.spread.new_empty(weight.shape[0], weight.shape[2]), frame.constants.beta2)
+        frame = update.still_frame(
+            frame.spread.new_empty(()).expand(weight.shape[0], weight.shape[2]), frame.constants.beta2
+        )
         return update.unit_length2(weight, biases, frame).view(1, -1)
     return update.unit_length2(weight, biases, frame)
 
@@ -71,7 +73,7 @@ def unit_length2(block: Block, frame: update.Frame) -> Tensor:
 def guarded(
     block: Block,
     stage: Stage | None,
-    frame: update.Frame,
+    frame: update.Frame | update.Still,
     weight_step: Tensor,
     bias_steps: Tensor | None,
     *,

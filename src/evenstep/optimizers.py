@@ -199,8 +199,7 @@ class EvenStep(_SG):
         average = rules.running_square(self.state[block.weight], square, block.group, ok)
         ahead = on_weight, on_bias
         if block.group["momentum"]:
-            buffers = super()._rule(block, on_weight, on_bias, ok)
-            ahead = rules.look_ahead(on_weight, on_bias, *buffers, block.group["momentum"])
+            ahead = rules.look_ahead(*ahead, *super()._rule(block, *ahead, ok), block.group["momentum"])
         damping = 0.0 if block.entry is None else block.group["damping"]
         step, bias_step = rules.divided(block, *ahead, [stepsize.unit_level(average, square, damping, block.over)])
         if block.entry is None:

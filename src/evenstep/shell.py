@@ -211,12 +211,13 @@ class CoordinateOptimizer(ModelOptimizer):
             frame = self._frame(block)
             on_v = update.gradient_on_v(*self._gradients(block), frame)
             weight_step, bias_steps = self._rule(block, *on_v, ok)
+            del on_v  # a parameter may be large
             rate, *bias_rates = rates(block)
             if bias_steps is not None:
                 bias_steps = -per_bias(bias_rates, bias_steps) * bias_steps
             self._move(block, frame, -rate * weight_step, bias_steps, ok)
 
-    def _frame(self, block: Block) -> update.Frame:
+    def _frame(self, block: Block) -> update.Frame | update.Still:
         return frames.frame(self.state[block.weight], block, self._stage(block), linear=self.linear)
 
     def _weight(self, block: Block) -> Tensor:
@@ -240,7 +241,12 @@ class CoordinateOptimizer(ModelOptimizer):
         return on_weight, on_bias
 
     def _move(
-        self, block: Block, frame: update.Frame, weight_step: Tensor, bias_steps: Tensor | None, ok: Tensor | None
+        self,
+        block: Block,
+        frame: update.Frame | update.Still,
+        weight_step: Tensor,
+        bias_steps: Tensor | None,
+        ok: Tensor | None,
     ) -> None:
         """Take a step on v back to w, guard it, move the parameters; then let the batch join the moments."""
         stage = self._stage(block)

@@ -7,6 +7,7 @@ a plus sign in the paper; a descent step needs the minus.
 import torch
 from torch import Tensor
 
+from .constants import inverse_root
 from .segments import WHOLE, Segments, Whole
 
 
@@ -42,9 +43,7 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     >>> normalized(torch.tensor([3.0, 0.0]), torch.tensor([9.0, 0.0]))
     tensor([1., 0.])
     """
-    denominator = square + eps
-    tiny = torch.finfo(denominator.dtype).tiny
-    return torch.where(denominator > tiny, grad * denominator.clamp(min=tiny).rsqrt(), torch.zeros_like(grad))
+    return grad * inverse_root(square + eps)
 
 
 def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
@@ -53,7 +52,7 @@ def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
     >>> heavy_ball(torch.tensor(2.0), torch.tensor(1.0), 0.5)
     tensor(2.)
     """
-    return momentum * buffer + value
+    return torch.add(value, buffer, alpha=momentum)
 
 
 def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:

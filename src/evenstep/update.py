@@ -27,13 +27,22 @@ class Frame(NamedTuple):
     raised: Tensor
 
 
-def still_frame(like: Tensor, beta2: Tensor) -> Frame:
-    """Fan-in coordinates (plain ones with β² = 1): no statistics, so nothing to guard with but the unit's own length.
+class Still(NamedTuple):
+    """A `Frame` without statistics: μ = 0 and α = 1, so that there and back is a factor β."""
+
+    constants: C.Constants
+    spread: Tensor
+    fresh_spread: Tensor
+    raised: Tensor
+
+
+def still_frame(like: Tensor, beta2: Tensor) -> Still:
+    """Fan-in coordinates (plain ones with β² = 1): nothing to guard with but the unit's own length.
 
     `like` is any tensor shaped [group, input].
     """
-    one = torch.ones_like(like)
-    return Frame(C.fan_in(like, beta2), one, one, like.new_zeros(()))
+    still = C.fan_in(like, beta2)
+    return Still(still, still.alpha2, still.alpha2, like.new_zeros(()))
 
 
 class Batch(NamedTuple):
@@ -98,23 +107,33 @@ def settled_frame(
     return total, same
 
 
-def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
+def gradient_on_v(weight_grad: Tensor, bias_grads: Tensor | None, frame: Frame | Still) -> tuple[Tensor, Tensor | None]:
     """Gradient on v. `bias_grads` is [bias, group, unit]: several where tied weights serve several biases."""
     c = frame.constants
+    if isinstance(frame, Still):
+        return _times_beta(weight_grad, bias_grads, c)
     if bias_grads is None:
         return coordinates.gradient_to_v_biasless(weight_grad, c), None
     on_weight, _ = coordinates.gradient_to_v(weight_grad, bias_grads.sum(0), c)
     return on_weight, c.beta2.sqrt() * bias_grads
 
 
-def step_on_w(weight_step: Tensor, bias_steps: Tensor | None, frame: Frame) -> tuple[Tensor, Tensor | None]:
+def step_on_w(weight_step: Tensor, bias_steps: Tensor | None, frame: Frame | Still) -> tuple[Tensor, Tensor | None]:
     """Step on w and on every bias from a step on v."""
+    if isinstance(frame, Still):
+        return _times_beta(weight_step, bias_steps, frame.constants)
     if bias_steps is None:
         return coordinates.step_to_w_biasless(weight_step, frame.constants), None
     return coordinates.step_to_w(weight_step, bias_steps, frame.constants)
 
 
-def unit_length2(weight: Tensor, biases: Tensor | None, frame: Frame) -> Tensor:
+def _times_beta(weight: Tensor, biases: Tensor | None, c: C.Constants) -> tuple[Tensor, Tensor | None]:
+    """What `coordinates` does with μ = 0 and α = 1."""
+    beta = c.beta2.sqrt()
+    return weight * coordinates.per_unit(beta), None if biases is None else beta * biases
+
+
+def unit_length2(weight: Tensor, biases: Tensor | None, frame: Frame | Still) -> Tensor:
     """‖u_j‖² of each unit, whatever of it trains; the shortest where tied weights serve several biases."""
     length2 = guards.squared_length(weight, biases, frame.constants.mu, frame.spread)
     return length2 if biases is None else length2.amin(0)
@@ -124,7 +143,7 @@ def within_trust(
     unit2: Tensor,
     weight_step: Tensor,
     bias_steps: Tensor | None,
-    frame: Frame,
+    frame: Frame | Still,
     *,
     radius: float,
     floor: float,

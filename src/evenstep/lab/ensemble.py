@@ -1,6 +1,6 @@
 """Many members of one network in one program: parameters stacked, one step for all of them.
 
-Members differ in stepsize and seed alone. One that diverges is frozen, and never touches another.
+Members differ in stepsize, weights and buffers alone. One that diverges is frozen, and never touches another.
 """
 
 import copy

@@ -79,11 +79,14 @@ class L2Term(nn.Module):
 
     The last module of a network: what comes in goes out, and in training the weights' gradients get l2·w besides. The
     term so passes through whatever rule moves the weights, eq. 3 included, while the loss that is recorded is without.
+    `l2` is a buffer: members of an ensemble may differ in it.
     """
+
+    l2: Tensor
 
     def __init__(self, model: nn.Module, l2: float) -> None:
         super().__init__()
-        self.l2 = l2
+        self.register_buffer("l2", torch.tensor(l2), persistent=False)
         self.layers = tuple(m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,17 +101,17 @@ class _L2Gradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, l2: float, *weights: Tensor) -> Tensor:
+    def forward(x: Tensor, l2: Tensor, *weights: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.l2, *weights = inputs
-        ctx.save_for_backward(*weights)
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return grads[0], None, *(ctx.l2 * w for w in ctx.saved_tensors)
+        l2, *weights = ctx.saved_tensors
+        return grads[0], None, *(l2 * w for w in weights)
 
 
 class CharTransformer(nn.Module):

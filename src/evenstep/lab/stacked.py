@@ -28,6 +28,7 @@ from evenstep.whitened import Whitened, joined
 
 Stack = dict[str, Tensor]  # by name, each [member, ...]
 Build = Callable[..., Optimizer]  # build(module, lr=…)
+Frame = update.Frame | update.Still
 
 
 class StackedRule:
@@ -129,7 +130,7 @@ class StackedCoordinates:
         k = self.watcher.entries.index(block.entry)
         return Shown(member.seen[k], self.tallies[k], block.entry.kind.stuffed)
 
-    def _to_v(self, member: Member, grads: Stack) -> tuple[list[update.Frame], list[list[Tensor]]]:
+    def _to_v(self, member: Member, grads: Stack) -> tuple[list[Frame], list[list[Tensor]]]:
         """Each block's coordinates, and its gradient there as the rule is to see it."""
         moving, found = [], []
         for block in self.blocks:
@@ -157,7 +158,7 @@ class StackedCoordinates:
             found.append([-rate * s for s in (block.unmatrix(step), *block.unstack(bias_steps))])
         return found
 
-    def _move(self, member: Member, moving: list[update.Frame], steps: list[list[Tensor]]) -> Tensor:
+    def _move(self, member: Member, moving: list[Frame], steps: list[list[Tensor]]) -> Tensor:
         """As the optimizer's own: a step on v back to w, guarded, made; then the batch joins the moments."""
         for block, frame, on_v in zip(self.blocks, moving, steps, strict=True):
             mine = [member.params[self.names[id(p)]] for p in block.parameters]

@@ -37,7 +37,7 @@ def sweep(
 ) -> list[records.Record]:
     """The records of all `trials`, in their order; those that `out` lacks are run and added to it, each as it ends.
 
-    Trials that differ in stepsize and seed alone run together, up to `members` at a time (1: each alone); on a GPU
+    Trials that differ in stepsize, seed and L2 alone run together, up to `members` at a time (1: each alone); on a GPU
     several such ensembles run at the same time, `at_once` of them (elsewhere one). A sweep that was stopped, by Ctrl-C
     or by force, goes on where it was: finished runs are in the file, those that ran at the moment begin again. After
     `budget` seconds nothing more is begun, and only what is finished comes back. What fails stops nothing else, and its
@@ -83,7 +83,7 @@ class Chunks(NamedTuple):
 def chunks(
     trials: Sequence[Trial], arrays: Arrays | Text, device: torch.device | str, members: int | None = None
 ) -> Chunks:
-    """Ensembles of trials that differ in stepsize and seed alone, and the trials that should not be members of one.
+    """Ensembles of trials that differ in stepsize, seed and L2 alone, and the trials that should not be members of one.
 
     On a GPU an ensemble may have one member: its steps are graphs.
     """

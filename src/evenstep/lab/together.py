@@ -1,4 +1,4 @@
-"""Trials that differ in stepsize and seed alone, trained as one ensemble: the same records, in a fraction of the time.
+"""Trials that differ in stepsize, seed and L2 alone, trained as one ensemble: the same records, in less time.
 
 On a GPU several ensembles train at the same time (`turns`), the steps of each as CUDA graphs (`captured`).
 """
@@ -31,8 +31,12 @@ OnEpoch = Callable[[Trial, Epoch], None]
 
 
 def alike(trial: Trial) -> str:
-    """What trials must share to be members of one ensemble, as text: all but stepsize and seed."""
-    return records.dumps({k: v for k, v in asdict(trial).items() if k not in ("lr", "seed")})
+    """What trials must share to be members of one ensemble, as text: all but stepsize, seed and strength of L2."""
+    shared = asdict(trial)
+    del shared["lr"], shared["seed"]
+    if "l2" in shared["model_options"]:
+        shared["model_options"]["l2"] = bool(trial.model_options["l2"])  # a network without it has no such buffer
+    return records.dumps(shared)
 
 
 def why_alone(trial: Trial, data: Arrays | Text, device: torch.device | str) -> str | None:
@@ -73,7 +77,7 @@ def run_together(
     forward: str | None = None,
     on_epoch: OnEpoch | None = None,
 ) -> list[records.Record]:
-    """The records of `trials`, in their order; they may differ in stepsize and seed alone.
+    """The records of `trials`, in their order; they may differ in what `alike` leaves out.
 
     What a record holds is what `trial.run` gives, but `seconds` is a member's share of the time of all that ran, whose
     number is in its environment as `together`. `forward` is the ensemble's, by default what is fastest on the device.

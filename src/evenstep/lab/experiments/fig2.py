@@ -27,7 +27,9 @@ from evenstep.lab.experiments.tuning import (
     doubled,
     first_failure,
     losses,
+    outcome,
     rates_table,
+    trained,
     tuned,
 )
 from evenstep.lab.records import Record
@@ -69,7 +71,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 def told(records: list[Record], contender: Contender) -> str:
     """A contender's result in a few words."""
     best = at_best(records, contender)
-    return f"{contender.label} {spread(losses(best))}" + (f" at {best[0]['config']['lr']:g}" if best else "")
+    return f"{contender.label} {outcome(best)}" + (f" at {best[0]['config']['lr']:g}" if best else "")
 
 
 def compared(records: list[Record], one: Contender, other: Contender) -> tuple[bool | None, float]:
@@ -117,7 +119,7 @@ def canonical(records: list[Record]) -> Verdict:
         best_rate(mine),
         first_failure(records, CANONICAL),
     )
-    warned = [final_loss(r) for r in mine if failure and r["config"]["lr"] < failure and r["config"]["lr"] >= best]
+    warned = [r for r in mine if failure and best <= r["config"]["lr"] < failure and trained(r)]
     text = f"{told(records, CANONICAL)}, the better of SG and batch norm {spread(rival)}. "
     if failure is None:
         return Verdict(None if fast else fast, text + "It failed at no stepsize tried.")
@@ -125,7 +127,7 @@ def canonical(records: list[Record]) -> Verdict:
     return Verdict(
         None if fast is None else fast and soon,
         f"{text}It fails from {failure:g} on, {failure / best:.3g} times its best stepsize; the one before that still "
-        f"had {warned[-1]:.3f}; {told(records, GUARDED_CANONICAL)}.",
+        f"had {final_loss(max(warned, key=lambda r: r['config']['lr'])):.3f}; {told(records, GUARDED_CANONICAL)}.",
     )
 
 

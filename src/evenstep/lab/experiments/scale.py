@@ -17,10 +17,9 @@ from evenstep.lab.experiments.common import (
     judged,
     only,
     silent,
-    spread,
 )
 from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.experiments.tuning import Contender, Plan, at_best, doubled, losses, rates_table, tuned
+from evenstep.lab.experiments.tuning import Contender, Plan, at_best, doubled, losses, outcome, rates_table, tuned
 from evenstep.lab.records import Record
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def halves(records: list[Record]) -> tuple[list[Record], list[Record]]:
 def told(records: list[Record]) -> str:
     """All contenders on one set, in a line."""
     shown = [(c.label, at_best(records, c)) for c in CONTENDERS]
-    return ", ".join(f"{label} {spread(losses(best))}" for label, best in shown if best)
+    return ", ".join(f"{label} {outcome(best)}" for label, best in shown if best)
 
 
 def few(records: list[Record]) -> Verdict:

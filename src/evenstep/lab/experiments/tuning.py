@@ -222,8 +222,22 @@ def first_failure(records: Sequence[Record], contender: Contender) -> float | No
     if not mine:
         return None
     first, best = min(r["seed"] for r in mine), best_rate(mine)
-    failed = [r["config"]["lr"] for r in mine if r["seed"] == first and final_loss(r) > guessing(r)]
+    failed = [r["config"]["lr"] for r in mine if r["seed"] == first and not trained(r)]
     return min((lr for lr in failed if lr > best), default=None)
+
+
+def trained(record: Record) -> bool:
+    """Whether a run ended with finite weights, and no worse than guessing."""
+    return final_loss(record) <= guessing(record)
+
+
+def outcome(records: Sequence[Record]) -> str:
+    """Final training losses of one contender's seeds, in a few words; those that failed are counted, not averaged."""
+    fine = [r for r in records if trained(r)]
+    if len(fine) == len(records):
+        return spread(losses(records))
+    failed = f"{len(records) - len(fine)} of {len(records)} seeds failed"
+    return f"{spread(losses(fine))} ({failed})" if fine else failed
 
 
 def rates_table(
@@ -234,12 +248,13 @@ def rates_table(
     for contender in contenders:
         best = at_best(records, contender, score)
         if best:
-            last, failure = [r["metrics"][-1] for r in best], first_failure(records, contender)
+            fine = [r for r in best if trained(r)] or best
+            last, failure = [r["metrics"][-1] for r in fine], first_failure(records, contender)
             rows.append([
                 contender.label,
                 f"{best[0]['config']['lr']:g}",
                 str(len(best)),
-                spread(losses(best)),
+                outcome(best),
                 spread([row["test_accuracy"] for row in last if row.get("test_accuracy") is not None]),
                 spread([100 * row["dead_share"] for row in last if row.get("dead_share") is not None], 1) + " %",
                 "" if failure is None else f"{failure:g}",
