@@ -18,6 +18,8 @@ from .layers import SHAPED, LayerKind, shown
 from .moments import sum_about
 from .stages import Glance, Stage, glance
 
+graph_task, transforms = torch._C._current_graph_task_id, torch._C._functorch.peek_interpreter_stack
+
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
     """Add Σ ĝ² over all but the units, which lie along `dim`."""
@@ -74,16 +76,19 @@ class Watch:
 
         In compiled code, the output whose gradient is watched; else nothing, which leaves the layer its own.
         """
-        if not (module.training and torch.is_grad_enabled() and trains(module)) or in_transform() or recomputing():
+        if not (module.training and torch.is_grad_enabled() and trains(module)):
             return None
-        if self.shaped and self._glanced(module, args, kwargs, output):
+        eager = not torch.compiler.is_compiling()
+        if eager and (in_transform() or recomputing()):
+            return None
+        if eager and self.shaped and self._glanced(module, args, kwargs, output):
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
             for stage, look in zip(self.stages, looks, strict=True):
                 if stage is None or look is None:
                     continue
-                if not torch.compiler.is_compiling():
+                if eager:
                     self.traffic.rows |= look.applied > 0
                     self.traffic.empty |= look.applied == 0
                 if look.applied:
@@ -92,8 +97,8 @@ class Watch:
 
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
-        x, stage = shown(args, kwargs), self.stages[0]
-        if torch.compiler.is_compiling() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        x, stage = args[0] if args else shown(args, kwargs), self.stages[0]
+        if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
         known = self.glances.get(key)
@@ -146,9 +151,9 @@ class Announce(Watch):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
-        if not (module.training and torch.is_grad_enabled()) or in_transform():
-            return
         eager = not torch.compiler.is_compiling()
+        if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
+            return
         if eager:
             self.ticks = (self.ticks + 1) % 2**20
         for clock in self.clocks.values():
@@ -260,22 +265,24 @@ def remove(handles: list[RemovableHandle]) -> None:
 
 def trains(module: nn.Module) -> bool:
     """Whether any parameter of the layer, or of what it is made of, gets a gradient."""
-    own = any(p is not None and p.requires_grad for p in module._parameters.values())
-    return own or any(p.requires_grad for p in module.parameters())
+    for p in module._parameters.values():  # a loop: this runs at every call of every layer
+        if p is not None and p.requires_grad:
+            return True
+    return any(p.requires_grad for p in module.parameters())
 
 
 def recomputing() -> bool:
-    """Whether this is the second run of a checkpointed forward whose first run was counted.
+    """Whether this, in eager code, is the second run of a checkpointed forward whose first run was counted.
 
     Non-reentrant checkpointing runs forwards with gradients on twice, and marks the second with saved-tensor hooks of
     its own; reentrant checkpointing has them off in the first run, so that the second is the one to count.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if graph_task() == -1:
         return False
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and "_recomputation_hook" in top[0].__qualname__
 
 
 def in_transform() -> bool:
-    """Whether a `torch.func` transform is active: what passes then is not a tensor we could keep."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a `torch.func` transform is active in eager code: what passes then is not a tensor we could keep."""
+    return transforms() is not None

@@ -49,9 +49,15 @@ def arrange(
         if fits(block, stage) and uniform(block, stage, state):
             key = block.weight.device, block.weight.dtype, block.group["momentum"]
             found.setdefault(key, []).append((block, stage))
+    found = {key: some for key, some in found.items() if worthwhile(some)}
     layouts = [Layout([b for b, _ in some], [s for _, s in some]) for some in found.values()]
     taken = {id(block) for some in found.values() for block, _ in some}
     return layouts, [block for block in blocks if id(block) not in taken]
+
+
+def worthwhile(some: Sequence[tuple[Block, Stage | None]]) -> bool:
+    """Whether these should move together: bare tensors do not on a GPU, where the tables may be larger than they."""
+    return any(block.entry is not None or block.weight.device.type == "cpu" for block, _ in some)
 
 
 def uniform(block: Block, stage: Stage | None, state: Any) -> bool:

@@ -34,6 +34,7 @@ class Room:
         """`even` keeps the squares of eq. 11, too."""
         self.layout = lay = layout
         self.numbers = [math.prod(s) for s in lay.shapes]
+        self.shapes = [(s[1], s[2] * s[3]) if s[0] == 1 else (s[0], s[1], s[2] * s[3]) for s in lay.shapes]
         rows = BENT_FRESH + 1 if lay.unbiased else SPREAD + 1
         self.layers = torch.zeros(3, len(lay.blocks), dtype=lay.dtype)
         self.squares = torch.zeros(lay.total, dtype=lay.dtype)
@@ -43,11 +44,13 @@ class Room:
         self.mu = torch.zeros(len(lay.column), dtype=lay.dtype)
         self.units = torch.zeros(BIAS_STEP + 1, lay.total, dtype=lay.dtype)
         self.parameters = [p for b in lay.blocks for p in b.parameters]
+        self._keep_momentum()
         self.steps = torch.zeros(len(self.parameters), dtype=state[self.parameters[0]]["step"].dtype)
         self.yes, self.no = torch.ones((), dtype=torch.bool), torch.zeros((), dtype=torch.bool)
         self._name()
         self.parts = self._parts(even)
-        self.shapes = [(s[1], s[2] * s[3]) if s[0] == 1 else (s[0], s[1], s[2] * s[3]) for s in lay.shapes]
+        self.looks = [itemgetter(*(name for name, _ in parts), "step") for _, parts in self.parts]  # never a single one
+        self.places = [[*map(id, look(dict(parts)))] for look, (_, parts) in zip(self.looks, self.parts, strict=True)]
         self.kept_steps = self._steps() if sum(self.numbers) <= KEPT else None
         scratch = torch.zeros(min(PIECE, max(self.numbers)), dtype=lay.dtype)
         self.squared = [
@@ -56,10 +59,7 @@ class Room:
         groups = [g for b in lay.blocks for g in (b.group, *b.bias_groups)]
         self.groups = list({id(g): g for g in groups}.values())
         self.read = [itemgetter(*(n for n in SETTINGS if n in g)) for g in self.groups]
-        self.weights = [self._rows(k, b.weight.detach()) for k, b in enumerate(lay.blocks)]
-        self.found: list[Any] = [None] * len(self.parameters)  # the momentum buffers last seen
-        self.buffers: list[Tensor] = []
-        self.bias_buffers: list[Tensor] = []
+        self._find_weights()
         self.centred_at: list[int] = []  # versions of means and centres that are the same
         self.cached: dict[str, tuple[Any, Any]] = {}
 
@@ -68,9 +68,9 @@ class Room:
         lay = self.layout
         self.mx, self.vx = self.moments
         self.vector_of, self.unit = self.vectors.unbind(), self.units.unbind()
-        # first and second sums of the batch, and the second ones again; then over rows, and over rows and τ
-        self.batch, self.means = torch.zeros(2, 3, lay.identity + 1, dtype=lay.dtype)
-        self.batch_flat, (self.offset, self.square, _) = self.batch.view(-1), self.means
+        self.batch = torch.zeros(2, lay.identity + 1, dtype=lay.dtype)  # first and second sums
+        self.means = torch.zeros(3, lay.identity + 1, dtype=lay.dtype)  # the same over rows, and then over τ
+        self.averages, (self.offset, self.square, self.bounds) = self.means[:2], self.means
         self.squares_of_batch, self.spreads = self.means[1:], self.vectors[FRESH : SPREAD + 1]
         self.none, self.tiny = torch.zeros(1, dtype=lay.dtype), torch.finfo(lay.dtype).tiny
         self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
@@ -79,10 +79,12 @@ class Room:
         self.masses = self.layers[::2]  # both masses
         self.full = torch.ones_like(self.masses)
         self.seen = self.units[NORM : BIAS_GRAD + 1]  # finite if all gradients are
+        self.total = self.units[NORM, 0]
         self.largest = lay.last[:, 2] if len(lay.guarded) == len(lay.blocks) else None
         self.steps_fired = lay.fired[:, 2] if lay.guarded else self.squares[:0]
         self.noted = True  # whether `last` may have other counts than zeros
         self.mean_of = [self.mx[lay.base[k] : lay.base[k] + n] for k, n in self._sized()]
+        self.sums_of = [self.batch[:, lay.base[k] : lay.base[k] + n].unbind() for k, n in self._sized()]
         self.column_of = [self._columns(row) for row in self.columns]
         self.mu_of = self._columns(self.mu)
         self.unit_of = [self._per_unit(row) for row in self.unit]
@@ -94,6 +96,22 @@ class Room:
             [self.row_of[BIAS_GRAD][k] for k in self.shifted],
             [self.column_of[SHIFT][k] for k in self.shifted],
         )
+
+    def _keep_momentum(self) -> None:
+        """Room for momentum: of all weights end to end, and of one bias for each unit."""
+        lay, kept = self.layout, bool(self.layout.blocks[0].group["momentum"])
+        self.momentum = torch.zeros(sum(self.numbers) * kept, dtype=lay.dtype)
+        self.bias_momentum = torch.zeros(lay.total * kept, dtype=lay.dtype)
+        self.momentum_of: list[tuple[Tensor, Tensor]] = []  # parameters and their parts of it
+        self.buffers: list[Tensor] = []  # the weights' parts as rows
+        if kept:
+            wholes = torch.split(self.momentum, self.numbers)
+            self.buffers = [part.view(s) for part, s in zip(wholes, self.shapes, strict=True)]
+            weights = [b.weight for b in lay.blocks]
+            places = [part.as_strided(w.shape, w.stride()) for w, part in zip(weights, wholes, strict=True)]
+            bias_places = [self._per_unit(self.bias_momentum)[k].view(-1) for k in lay.biased]
+            biases = [lay.blocks[k].biases[0] for k in lay.biased]
+            self.momentum_of = [*zip(weights, places, strict=True), *zip(biases, bias_places, strict=True)]
 
     def _sized(self) -> list[tuple[int, int]]:
         return list(zip(self.layout.moving, self.layout.input_sizes, strict=True))
@@ -109,6 +127,7 @@ class Room:
             pieces = zip(weights, torch.split(self.squares, lay.sizes), self.layers[SQUARE_MASS], strict=True)
             for weight, square, mass in pieces:
                 found += [(weight, "square", square), (weight, "square_mass", mass)]
+        found += [(p, "momentum_buffer", place) for p, place in self.momentum_of]
         found += [(p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True)]
         return [(p, [(name, place) for q, name, place in found if q is p]) for p in self.parameters]
 
@@ -125,22 +144,22 @@ class Room:
         return [p if s[0] == 1 else p.view(s[0], s[1]) for p, s in zip(parts, self.layout.shapes, strict=True)]
 
     def settle(self, state: Any) -> None:
-        """Take over what has been put in the place of our tensors, and look where weights and momentum lie."""
-        lay, moved = self.layout, False
-        for j, (p, parts) in enumerate(self.parts):
+        """Take over what has been put in the place of our tensors, and look where the weights lie."""
+        for (p, parts), look, ours in zip(self.parts, self.looks, self.places, strict=True):
             mine = state[p]
-            for name, place in parts:
-                if mine[name] is not place:
-                    place.copy_(mine[name])
-                    mine[name] = place
-            moved = moved or mine.get("momentum_buffer") is not self.found[j]
-        if moved:
-            self.buffers = [self._rows(k, lay.momentum_of(state, b.weight)) for k, b in enumerate(lay.blocks)]
-            self.bias_buffers = [lay.momentum_of(state, lay.blocks[k].biases[0]) for k in lay.biased]
-            self.found = [state[p]["momentum_buffer"] for p, _ in self.parts]
-        for k, block in enumerate(lay.blocks):
-            if block.weight.data_ptr() != self.weights[k].data_ptr():
-                self.weights[k] = self._rows(k, block.weight.detach())
+            if [*map(id, look(mine))] != ours:
+                for name, place in parts:
+                    if mine[name] is not place:
+                        place.copy_(mine[name])
+                        mine[name] = place
+        if [block.weight.data_ptr() for block in self.layout.blocks] != self.lie_at:
+            self._find_weights()
+
+    def _find_weights(self) -> None:
+        """Look where the weights lie."""
+        weights = [block.weight.detach() for block in self.layout.blocks]
+        self.weights = [self._rows(k, weight) for k, weight in enumerate(weights)]
+        self.lie_at = [weight.data_ptr() for weight in weights]
 
     def settings(self) -> list[Any]:
         """All settings of the groups but lr, to see whether they have changed."""
@@ -198,12 +217,15 @@ class Room:
             else:
                 torch.bmm(square, vector[j : j + some].mT, out=out.unsqueeze(-1))
 
-    def _steps(self) -> list[Tensor]:
+    def _steps(self) -> tuple[Tensor, list[Tensor]]:
         whole = torch.empty(sum(self.numbers), dtype=self.layout.dtype)
-        return [part.view(s) for part, s in zip(torch.split(whole, self.numbers), self.shapes, strict=True)]
+        return whole, [part.view(s) for part, s in zip(torch.split(whole, self.numbers), self.shapes, strict=True)]
 
-    def like_weights(self) -> list[Tensor]:
-        """Room for something like each weight, as rows: kept if it is small, as asking for it anew takes long then."""
+    def like_weights(self) -> tuple[Tensor, list[Tensor]]:
+        """Room for something like each weight, end to end and as rows.
+
+        Kept if it is small, as asking for it anew takes long then.
+        """
         return self._steps() if self.kept_steps is None else self.kept_steps
 
     def kept(self, name: str, key: Any, make: Callable[[], Any]) -> Any:

@@ -152,8 +152,8 @@ class CoordinateOptimizer(ModelOptimizer):
         for move in moving:
             here = None if mask is None else mask.to(move.layout.device)
             move.move(here, TRUST_FLOOR)
-            for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
-                for monitor in self._monitors:
+            for monitor in self._monitors:
+                for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
                     monitor.note(block, stage, self.state[block.weight])
             move.commit(here)
         self._advance(plan.rest, mask)

@@ -48,7 +48,8 @@ class Held:
 
     def add(self, deviation: Tensor, others: list[int]) -> None:
         """Hold x − c of one more call, whose rows run along `others`."""
-        self.sums()
+        if self.newest is not None:
+            self.sums()
         self.newest = deviation, others
         if deviation.numel() > HELD:
             self.sums()
@@ -64,12 +65,14 @@ class Held:
         return self.before
 
 
-def squared(deviation: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:
+def squared(
+    deviation: Tensor, others: list[int], out: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
     """Σ(x − c) and Σ(x − c)², the deviations used up."""
     if not others:
-        return deviation, deviation * deviation
-    first = deviation.sum(others)
-    return first, deviation.mul_(deviation).sum(others)
+        deviation, others = deviation.unsqueeze(0), [0]
+    first = torch.sum(deviation, others, out=out[0])
+    return first, torch.sum(deviation.mul_(deviation), others, out=out[1])
 
 
 class Stage:
@@ -173,13 +176,14 @@ class Stage:
         sums = Sums(self.rows, first, second)
         return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
 
-    def sums_here(self) -> tuple[Tensor, Tensor]:
-        """Σ(x − c) and Σ(x − c)² on the CPU."""
-        held = self.held.sums() if self.held is not None and self._empty() else None
-        if held is not None:
-            return held
-        first, second = self.slots[0]
-        return first, second
+    def sum_here(self, first: Tensor, second: Tensor) -> None:
+        """Write Σ(x − c) and Σ(x − c)² to places on the CPU."""
+        held = self.held if self._empty() else None
+        if held is not None and held.newest is not None and held.before is None:
+            held.before, held.newest = squared(*held.newest, (first, second)), None
+            return
+        sums = None if held is None else held.sums()
+        torch._foreach_copy_([first, second], self.slots[0].unbind() if sums is None else sums)
 
     def counts_here(self) -> list[float]:
         """The tally as numbers, on the CPU."""
@@ -212,7 +216,8 @@ class Stage:
     def see_like(self, x: Tensor | None, known: Glance) -> None:
         """Add one eager call with a tensor of a shape that is known."""
         if x is not None and known.rows is not None:
-            self.to(x.device)
+            if not (x.is_cpu and self._tally.is_cpu):
+                self.to(x.device)
             x = known.rows.of(x.detach())
         if self._tally.is_cpu:
             self._hold(x, known)

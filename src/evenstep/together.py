@@ -38,11 +38,12 @@ class Together:
         self.coordinates = Coordinates(layout, self.room, self.momentum, linear)
         self.fixed = self.coordinates.fixed
         self.projection = self.coordinates.projection() if layout.unbiased else None
-        self.on_v = self._on_v()
+        self.whole, self.on_v = self.room.like_weights()
+        self._to_v()
 
-    def _on_v(self) -> list[Tensor]:
+    def _to_v(self) -> None:
         """The gradient on v of every row over 1 − momentum; also its norm, and the biases' gradients."""
-        lay, room, found = self.layout, self.room, self.room.like_weights()
+        lay, room, found = self.layout, self.room, self.on_v
         if lay.biased:
             room.gather(at.BIAS_GRAD, [gradient(lay.blocks[k].biases[0]) for k in lay.biased])
             room.unit[at.BIAS_GRAD].mul_(self.fixed.unit_scale)
@@ -54,12 +55,11 @@ class Together:
             torch._foreach_addcmul_([found[k] for k in room.shifted], *room.shifts, value=-1)
         if self.projection is not None:
             self._project(found, self.projection.kappa)
-        for step, norm in zip(found, norms, strict=True):
-            if self.even:
+        if self.even:
+            for step, norm in zip(found, norms, strict=True):
                 torch.linalg.vector_norm(step, 2, -1, out=norm)
-            else:
-                torch.sum(step, -1, out=norm)  # whether it is finite is all that is asked
-        return found
+        else:
+            torch.sum(self.whole, 0, out=room.total)  # whether it is finite is all that is asked
 
     def _project(self, found: list[Tensor], kappa: Tensor) -> None:
         """Project the gradients of layers without bias."""
@@ -120,14 +120,14 @@ class Together:
         lay, room, m, free = self.layout, self.room, self.momentum, self.on_v
         steps, bias, bias_grad = free, room.unit[at.BIAS], room.unit[at.BIAS_GRAD]
         if m:
-            buffers, biases = room.buffers, room.bias_buffers
-            torch._foreach_lerp_([*buffers, *biases], [*steps, *room.biases_of[at.BIAS_GRAD]], 1 - m)
-            room.gather(at.BIAS, biases)
+            room.momentum.lerp_(self.whole, 1 - m)
+            room.bias_momentum.lerp_(bias_grad, 1 - m)
             if self.even:
-                torch._foreach_lerp_(steps, buffers, m)
-                bias.lerp_(bias_grad, 1 - m)
+                self.whole.lerp_(room.momentum, m)
+                torch.lerp(room.bias_momentum, bias_grad, 1 - m, out=bias)
             else:
-                steps = buffers
+                steps = room.buffers
+                bias.copy_(room.bias_momentum)
         elif lay.biased:
             bias.copy_(bias_grad)
         steps, alpha = [*steps], room.column_of[at.ALPHA]

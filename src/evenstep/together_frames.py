@@ -27,7 +27,7 @@ class Fixed(NamedTuple):
     beta: list[float]
     scales: list[float]
     unit_scale: Tensor
-    divisors: Tensor  # per input: rows, rows, and rows times τ
+    number: Tensor  # of rows, for each input
     tau: Tensor
     input_scale: Tensor
     input_share: Tensor
@@ -76,7 +76,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         beta,
         scales,
         lay.units.widen(lay.tensor(scales)),
-        torch.stack([number, number, number * tau]),
+        number,
         tau,
         input_scale,
         input_share,
@@ -117,14 +117,10 @@ class Coordinates:
 
     def _frame(self, tally: dict[int, list[float]]) -> None:
         lay, room, place = self.layout, self.room, self.room.vector_of
-        firsts, seconds, settled = [], [], self._centred()
-        for k, stage in zip(lay.moving, room.moving, strict=True):
-            first, second = stage.sums_here()
-            firsts.append(first)
-            seconds.append(second)
+        settled = self._centred()
+        for k, stage, both in zip(lay.moving, room.moving, room.sums_of, strict=True):
+            stage.sum_here(*both)
             settled = settled and self.mass[k] > 0 and tally[k][0] > 0
-        seconds.append(room.none)
-        torch.cat([*firsts, room.none, *seconds, *seconds], out=room.batch_flat)
         self.settled = settled and self._settled_frame()
         mu = room.mx if self.settled else self._general_frame([tally[k][0] for k in lay.moving])
         alpha = inverse_root(place[at.SPREAD], room.tiny, out=place[at.ALPHA])
@@ -147,14 +143,15 @@ class Coordinates:
     def _settled_frame(self) -> bool:
         """Spreads where every layer has moments and sums about its running mean; False if a batch is not finite."""
         room, over = self.room, self.layout.inputs
-        torch.div(room.batch, self.fixed.divisors, out=room.means)
+        torch.div(room.batch, self.fixed.number, out=room.averages)
+        torch.div(room.square, self.fixed.tau, out=room.bounds)
         total, same = update.settled_frame(
             room.vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]
         )
         if not all(map(math.isfinite, total.tolist())):
             return False
         if not same:
-            self.raised = over.total((room.means[2] > room.vx).to(total.dtype)).tolist()
+            self.raised = over.total((room.bounds > room.vx).to(total.dtype)).tolist()
         return True
 
     def _general_frame(self, counts: list[float]) -> Tensor:
@@ -163,7 +160,7 @@ class Coordinates:
         counted, mass = lay.tensor([[*counts, 0], [*(self.mass[k] for k in lay.moving), 0]])
         self.centre = torch.cat([*(s.centre for s in room.moving), room.none])
         self.running = moments.Running(room.mx, room.vx, lay.inputs.widen(mass))
-        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch[:2])
+        self.batch_sums = moments.Sums(lay.inputs.widen(counted), *room.batch)
         self.batch = update.batch_of(self.batch_sums, self.centre, lay.inputs)
         found = update.moving_frame(
             self.running,
