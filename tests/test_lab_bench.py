@@ -71,6 +71,10 @@ def test_sweeps_vary_one_thing_at_a_time():
     found = bench.settings(bench.Setting("", ("sgd",)), ["mlp"], [], sweep=True)
     varied = [{k: getattr(s, k) for k in ("width", "batch", "depth") if getattr(s, k) is not None} for s in found[1:]]
     assert all(len(v) == 1 for v in varied) and {k for v in varied for k in v} == {"width", "batch", "depth"}
+    large = bench.settings(bench.Setting("", ("sgd",), device="cuda"), [], [], sweep=True)
+    sizes = [(s.width, s.batch, s.depth) for s in large]
+    usual = (4096, 4096, None)
+    assert usual in sizes and all(sum(a != b for a, b in zip(size, usual, strict=True)) <= 1 for size in sizes)
 
 
 def test_the_command_writes_records(tmp_path, capsys):

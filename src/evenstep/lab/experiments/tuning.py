@@ -16,7 +16,7 @@ from evenstep.lab.summary import final_loss
 from evenstep.lab.sweep import config, key, known, sweep
 from evenstep.lab.trial import Trial
 
-SMALL, LARGE = 0.005, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
+SMALL, LARGE = 0.0065, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
 BEFORE = 15.0  # seconds until all of a stage's graphs are captured
 
 Score = Callable[[Record], float]
