@@ -270,7 +270,7 @@ def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep
     found = [replace(base, model=model, batch=batch) for model in models for batch in sizes]
     if sweep:
         large = base.device.startswith("cuda")  # where small networks would time the host alone
-        net = replace(base, model="mlp", **({"width": 4096, "batch": 4096} if large else {}))
+        net = replace(base, model="mlp", width=4096 if large else None, batch=4096 if large else None)
         found += [replace(net, width=width) for width in ((1024, 4096, 8192) if large else (64, 256, 1024))]
         found += [replace(net, batch=batch) for batch in ((512, 2048, 8192) if large else (32, 128, 512, 2048))]
         found += [replace(net, depth=depth) for depth in (2, 8, 32)]
