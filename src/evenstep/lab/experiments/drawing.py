@@ -78,6 +78,8 @@ def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Cont
     axes.set_yscale("log")
     axes.set_ylim(top=1.05 * top)
     plain_log(axes.yaxis)
+    low, high = axes.get_xlim()
+    plain_log(axes.xaxis) if high < 100 * low else axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("stepsize")
     axes.set_title("final training loss by stepsize (top: failed)", loc="left", fontsize=10)
 

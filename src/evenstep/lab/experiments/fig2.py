@@ -174,5 +174,7 @@ def plot(records: list[Record]) -> "Figure":
         drawing.plain_log(panel.yaxis)
         drawing.legend(panel)
     axes[0].set_ylabel("mean training loss of the epoch")
+    reached = [final_loss(r) for c in CONTENDERS for r in at_best(records, c) if trained(r)]
+    axes[0].set_ylim(bottom=0.8 * min(reached, default=1.0))  # one scale for the three
     drawing.sensitivity(axes[3], records, CONTENDERS)
     return figure
