@@ -1,6 +1,7 @@
 """Which blocks can move together, and where their units and inputs then lie: end to end in one tensor each."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -91,6 +92,10 @@ def as_rows(block: Block, tensor: Tensor, inner: int) -> Tensor:
     return m.reshape(*m.shape[:2], -1)
 
 
+# what groups may have beside lr
+SETTINGS = ["maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_ratio"]
+
+
 class Layout:
     """Where the blocks' units and inputs lie; made once for a set of blocks."""
 
@@ -121,9 +126,16 @@ class Layout:
         self.plain_room: Any = None  # what the CPU keeps from step to step
         self.all_seen = False  # whether the host knows that every layer was called before this step
         self.captured = False  # whether a CUDA graph holds its addresses
+        groups = [g for b in blocks for g in (b.group, *b.bias_groups)]
+        self.param_groups = list({id(g): g for g in groups}.values())
+        self._read = [itemgetter(*(n for n in SETTINGS if n in g)) for g in self.param_groups]
         self._group()
         self._column()
         self._adopt()
+
+    def settings(self) -> list[Any]:
+        """All settings of the groups but lr, to see whether they have changed."""
+        return [read(group) for read, group in zip(self._read, self.param_groups, strict=True)]
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """Numbers as a tensor of this layout."""

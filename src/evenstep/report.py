@@ -84,9 +84,10 @@ def unseen_of(staged: Staged, wait: bool) -> str | None:
     """
     for block, stage in staged:
         entry = block.entry
-        if stage is None or entry is None or stage.applied.is_meta or not block.weight.requires_grad:
+        if stage is None or entry is None or not block.weight.requires_grad:
             continue
-        if (wait or stage.applied.device.type == "cpu") and not stage.applied:
+        known = stage.device.type == "cpu" or (wait and stage.device.type != "meta")
+        if known and not stage.applied:
             return (
                 f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
                 "step (compiled before the optimizer was built? eval mode? a functional call?); using its last moments."

@@ -21,8 +21,6 @@ SCALED, SHIFT, ALPHA, FRESH, SPREAD, BENT, BENT_FRESH = range(7)
 # rows of `Room.units`
 NORM, BIAS_GRAD, BIAS, ALONG, STRETCH, BEND, LEVEL, LENGTH2, STEP, BIAS_STEP = range(10)
 MASS, SHARING, SQUARE_MASS = range(3)  # rows of `Room.layers`
-# what groups may have beside lr
-SETTINGS = ["maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_ratio"]
 KEPT = 2**20  # numbers beyond which room for a whole step is not kept between steps
 PIECE = 2**18  # how many weights are squared at a time: what a cache can hold
 
@@ -56,9 +54,6 @@ class Room:
         self.squared = [
             scratch[:n].view(s) if n <= PIECE else None for n, s in zip(self.numbers, self.shapes, strict=True)
         ]
-        groups = [g for b in lay.blocks for g in (b.group, *b.bias_groups)]
-        self.groups = list({id(g): g for g in groups}.values())
-        self.read = [itemgetter(*(n for n in SETTINGS if n in g)) for g in self.groups]
         self._find_weights()
         self.centred_at: list[int] = []  # versions of means and centres that are the same
         self.cached: dict[str, tuple[Any, Any]] = {}
@@ -160,10 +155,6 @@ class Room:
         weights = [block.weight.detach() for block in self.layout.blocks]
         self.weights = [self._rows(k, weight) for k, weight in enumerate(weights)]
         self.lie_at = [weight.data_ptr() for weight in weights]
-
-    def settings(self) -> list[Any]:
-        """All settings of the groups but lr, to see whether they have changed."""
-        return [read(group) for read, group in zip(self.read, self.groups, strict=True)]
 
     def _rows(self, k: int, tensor: Tensor) -> Tensor:
         """A tensor like the weight of block k as [unit, column] or [group, unit, column]."""

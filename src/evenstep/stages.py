@@ -136,6 +136,11 @@ class Stage:
                 setattr(self, name, getattr(self, name).to(device))
             self._settle_in()
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._tally.device
+
     # what was added up
 
     @property
@@ -221,9 +226,7 @@ class Stage:
             x = known.rows.of(x.detach())
         if self._tally.is_cpu:
             self._hold(x, known)
-        elif x is not None and moments_kernel.serves(x, self._slots):
-            moments_kernel.add(x, known.look, self, known.calls)
-        else:
+        elif x is None or not moments_kernel.add(x, known.look, self, known.calls):
             self._add(x, known.look)
 
     def _hold(self, x: Tensor | None, known: Glance) -> None:

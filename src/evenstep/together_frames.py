@@ -105,7 +105,7 @@ class Coordinates:
         self.mass, sharing, self.square_mass = room.layers.tolist()
         tally = [s.counts_here() for s in room.shared]
         lay.all_seen = len(tally) == len(lay.guarded) and all([counts[2] for counts in tally])
-        key = room.settings(), tally, None if lay.all_seen else sharing
+        key = lay.settings(), tally, None if lay.all_seen else sharing
         self.fixed: Fixed = room.kept(
             "fixed", key, lambda: fixed(lay, dict(zip(lay.shared, tally, strict=True)), sharing, momentum, linear)
         )

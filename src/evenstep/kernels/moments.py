@@ -54,14 +54,20 @@ class Call(NamedTuple):
     constants: dict[str, Any]
 
 
-def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> None:
-    """Add the sums of `x` and the tally of `look` to `stage`; `calls` keeps what depends on the shape alone."""
-    kind = x.device, x.dtype, x.data_ptr() % 16
+def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> bool:
+    """Add the sums of `x` and the tally of `look` to `stage`; False if the kernel cannot.
+
+    `calls` keeps what depends on the shape alone.
+    """
+    slots, kind = stage.slots, (x.device, x.dtype, x.data_ptr() % 16)
     call = calls.get(kind)
     if call is None:
+        if not serves(x, slots):
+            return False
         call = calls[kind] = prepare(x, look, stage.inputs)
-    tensors = (x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
+    tensors = (x, slots, stage.centre, stage.tally, stage.seen, stage.clock)
     _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
+    return True
 
 
 def prepare(x: Tensor, look: Any, inputs: int) -> Call:

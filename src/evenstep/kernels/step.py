@@ -4,7 +4,6 @@ The plain version is `together.Together`, whose names are used here; see there, 
 for what is computed. Everything is masked on the device: the host never waits.
 """
 
-import math
 from functools import cache
 from typing import Any
 
@@ -102,6 +101,7 @@ class Room:
         self.owner = layout.units.owner.to(torch.int32)
         self.addresses = Sent(count, 15, torch.int64, device)
         self.settings = Sent(count, 13, torch.float32, device)
+        self.set_to: list[Any] | None = None  # the groups' settings that the table has
         inputs, units = layout.identity + 1, layout.total
         self.vectors = torch.ones(4, inputs, device=device)  # μ, α, spread, fresh spread
         self.vectors[0] = 0
@@ -209,11 +209,24 @@ class TritonStep:
         return row + [mine[n].data_ptr() if n in mine else 0 for n in names]
 
     def _settings(self) -> Tensor:
-        lay = self.layout
-        rates = [[b.group["lr"], b.bias_groups[0]["lr"] if b.bias_groups else 0.0] for b in lay.blocks]
-        rows = []
-        for k, (block, both) in enumerate(zip(lay.blocks, rates, strict=True)):
+        """The table of settings on the device; written again when groups have changed."""
+        lay, table = self.layout, self.room.settings
+        lrs = [group["lr"] for group in lay.param_groups]
+        moving = any(isinstance(lr, Tensor) for lr in lrs)
+        now = [*lay.settings(), *(None if isinstance(lr, Tensor) else lr for lr in lrs)]
+        if torch.cuda.is_current_stream_capturing():
+            there, self.room.set_to = table.send(self._rows_of_settings()), None
+        elif now != self.room.set_to:
+            there, self.room.set_to = table.send(self._rows_of_settings()), now
+        else:
+            there = table.there
+        return self._with_rates(there) if moving else there
+
+    def _rows_of_settings(self) -> list[list[float]]:
+        lay, rows = self.layout, []
+        for k, block in enumerate(lay.blocks):
             g, stage = block.group, lay.stages[k]
+            both = g["lr"], block.bias_groups[0]["lr"] if block.bias_groups else 0.0
             radius = torch.inf if stage is None or g["trust"] is None else g["trust"]
             tau, declared = g.get("fresh_max"), g.get("sharing")
             rows.append([
@@ -224,19 +237,15 @@ class TritonStep:
                 0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
                 float(block.fan_in) if k in lay.shared else 1.0,
             ])  # fmt: skip
-        key = [
-            [None if isinstance(v, float) and math.isnan(v) else v for v in row] for row in rows
-        ]  # NaN is not itself
-        if self.room.settings.last != key or torch.cuda.is_current_stream_capturing():
-            table = self.room.settings.send(rows)
-            self.room.settings.last = None if torch.cuda.is_current_stream_capturing() else key
-        else:
-            table = self.room.settings.there
-        for column in (RATE, BIAS_RATE):
-            if any(isinstance(r[column], Tensor) for r in rates):
-                table = table.clone() if table is self.room.settings.there else table
-                values = [r[column] if isinstance(r[column], Tensor) else table[k, column] for k, r in enumerate(rates)]
-                table[:, column] = torch.stack([v.detach().reshape(()).to(table) for v in values])
+        return rows
+
+    def _with_rates(self, table: Tensor) -> Tensor:
+        """A copy of the table with the stepsizes that are tensors, which the host does not read."""
+        table, blocks = table.clone(), self.layout.blocks
+        rates = [[b.group["lr"] for b in blocks], [b.bias_groups[0]["lr"] if b.bias_groups else 0.0 for b in blocks]]
+        for column, lrs in zip((RATE, BIAS_RATE), rates, strict=True):
+            values = [lr if isinstance(lr, Tensor) else table[k, column] for k, lr in enumerate(lrs)]
+            table[:, column] = torch.stack([v.detach().reshape(()).to(table) for v in values])
         return table
 
 
