@@ -44,21 +44,20 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
 def arrange(
     candidates: Sequence[tuple[Block, Stage | None]], blocks: Sequence[Block], state: Any
 ) -> tuple[list["Layout"], list[Block]]:
-    """Layouts for those of the candidates that can move together, and what is left of `blocks`."""
+    """Layouts for those of the candidates that can move together, and what is left of `blocks`.
+
+    Bare tensors without any layer go one by one on a GPU, where the kernels' tables may be larger than they are.
+    """
     found: dict[Any, list[tuple[Block, Stage | None]]] = {}
     for block, stage in candidates:
         if fits(block, stage) and uniform(block, stage, state):
             key = block.weight.device, block.weight.dtype, block.group["momentum"]
             found.setdefault(key, []).append((block, stage))
-    found = {key: some for key, some in found.items() if worthwhile(some)}
+    if not any(block.entry is not None for block, _ in candidates):
+        found = {key: some for key, some in found.items() if key[0].type == "cpu"}
     layouts = [Layout([b for b, _ in some], [s for _, s in some]) for some in found.values()]
     taken = {id(block) for some in found.values() for block, _ in some}
     return layouts, [block for block in blocks if id(block) not in taken]
-
-
-def worthwhile(some: Sequence[tuple[Block, Stage | None]]) -> bool:
-    """Whether these should move together: bare tensors do not on a GPU, where the tables may be larger than they."""
-    return any(block.entry is not None or block.weight.device.type == "cpu" for block, _ in some)
 
 
 def uniform(block: Block, stage: Stage | None, state: Any) -> bool:
