@@ -1,6 +1,7 @@
 """torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from . import checkpoints, checks, distributed, frames
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector
-from .motion import exchange, named, restore
+from .motion import exchange, named, parted, restore
 from .report import coverage_of, fired_of
 from .stages import Stage
 
@@ -56,7 +57,9 @@ class ModelOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
         own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
-        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
+        state = {p: parted(kept) for p, kept in self.state.items()}
+        whole = {**super().__getstate__(), "state": defaultdict(dict, state)}
+        return {**whole, **own, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""

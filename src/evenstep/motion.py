@@ -68,6 +68,14 @@ def step_count(p: Tensor, count: float) -> Tensor:
     return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
 
 
+def parted(kept: Any) -> Any:
+    """A parameter's state with a storage of its own for each tensor: pickle writes the whole of one for every view."""
+    if not isinstance(kept, dict):
+        return kept
+    shared = {k for k, v in kept.items() if type(v) is Tensor and v.untyped_storage().nbytes() > v.nbytes}
+    return {k: v.clone() if k in shared else v for k, v in kept.items()}
+
+
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
     saved = shards.matched(saved, live)
