@@ -52,6 +52,7 @@ def _main(rank, world, folder):
             results.append(traceback.format_exc())
         torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process that takes itself apart
 
 
 def rank():
