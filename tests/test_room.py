@@ -14,7 +14,7 @@ from evenstep import room, stages
 from evenstep.layers import Look
 from evenstep.moments import thinned
 from evenstep.stages import Stage
-from test_kernels import OPTIMIZERS, Net, states, train
+from test_kernels import CPU_AND_GPU, OPTIMIZERS, Net, states, train
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -112,6 +112,26 @@ def test_state_put_in_place_of_ours_is_taken_over(name):
                 state[key] = value.clone() if key == "step" else value * 1.5
         train(optimizer, model, "cpu", steps=3)
     assert_same(*both)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_a_network_may_change_its_layout_in_memory(name, device):
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4)]
+    one = nn.Sequential(*layers).to(device, torch.float64 if device == "cpu" else torch.float32)
+    other = copy.deepcopy(one)
+    both = (one, OPTIMIZERS[name](one, foreach=False)), (other, OPTIMIZERS[name](other))
+    for step in range(4):
+        x = torch.randn(5, 3, 8, 8).to(one[0].weight)
+        for model, optimizer in both:
+            model.to(memory_format=torch.channels_last if step % 2 else torch.contiguous_format)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    close = CLOSE if device == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(b, a, **close)
 
 
 def test_a_pickled_optimizer_has_every_number_once():

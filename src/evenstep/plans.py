@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
-    """What a plan goes by: it is made again when parameters, gradients or groups come and go."""
+    """What a plan goes by: made again when parameters, gradients or groups come and go, or lie otherwise in memory."""
     return [
         compiled,
         *(
@@ -44,7 +44,7 @@ def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
                 group.get("momentum"),
                 group["maximize"],
                 group["capturable"],
-                [(id(p), p.device, p.dtype) for p in group["params"] if p.grad is not None],
+                [(id(p), p.device, p.dtype, p.stride()) for p in group["params"] if p.grad is not None],
             )
             for group in groups
         ),
