@@ -44,7 +44,9 @@ for name in {names!r}:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sg", "momentum", "unguarded", "fan-in", "even", "even-plain", "even-tight"])
+@pytest.mark.parametrize(
+    "name", ["sg", "momentum", "unguarded", "fan-in", "even", "even-plain", "even-tight", "even-tensor-lr"]
+)
 def test_kernels_by_the_interpreter(name):
     pytest.importorskip("triton")
     code = CODE.format(tests=str(Path(__file__).parent), names=[name])

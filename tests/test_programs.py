@@ -86,7 +86,7 @@ SHAPES = {"conv": (2, 4, 4), "transposed": (2, 4, 4), "attention": (5,), "recurr
 OPERATIONS = [
     "step", "step", "step", "accumulate", "accumulate", "clip", "clear", "evaluate", "without grad", "zero", "schedule",
     "save and load", "copy", "freeze", "thaw", "new group", "not a number", "empty", "recompute", "autocast", "look",
-    "detach and attach", "refresh",
+    "detach and attach", "refresh", "lay out anew",
 ]  # fmt: skip
 
 
@@ -103,8 +103,8 @@ class Program:
     operations: list[tuple[str, int]]
     trace: list[str] = field(default_factory=list)
 
-    def run(self) -> None:
-        """All of it, with warnings as errors but for those that say what was done on purpose."""
+    def assert_runs(self) -> None:
+        """All of it, checked after every call; warnings are errors, but for those that say what was done on purpose."""
         torch.manual_seed(self.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -267,6 +267,10 @@ class Machine:
             return  # parameters that are not the model's would leave
         self.optimizer.refresh()
 
+    def lay_out_anew(self, number: int) -> None:
+        if self.program.network in SHAPES and len(SHAPES[self.program.network]) == 3:  # images
+            self.model.to(memory_format=torch.channels_last if number % 2 else torch.contiguous_format)
+
     def look(self, number: int) -> None:
         repr(self.optimizer)
         self.optimizer.fired()
@@ -333,11 +337,11 @@ def programs(draw) -> Program:
 @settings(max_examples=100)
 @given(programs())
 def test_random_programs_run(program):
-    program.run()
+    program.assert_runs()
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(programs())
 def test_a_thousand_random_programs_run(program):
-    program.run()
+    program.assert_runs()

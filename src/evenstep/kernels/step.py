@@ -102,6 +102,10 @@ class Room:
         self.addresses = Sent(count, 15, torch.int64, device)
         self.settings = Sent(count, 13, torch.float32, device)
         self.set_to: list[Any] | None = None  # the groups' settings that the table has
+        number = {id(group): k for k, group in enumerate(layout.param_groups)}
+        groups = [[b.group, *b.bias_groups[:1]] for b in blocks]
+        both = [[*(number[id(g)] for g in some), *[len(number)] * (2 - len(some))] for some in groups]
+        self.group_of = torch.tensor(both).to(device)  # of each block's weight and bias; the last: no bias
         inputs, units = layout.identity + 1, layout.total
         self.vectors = torch.ones(4, inputs, device=device)  # μ, α, spread, fresh spread
         self.vectors[0] = 0
@@ -220,7 +224,7 @@ class TritonStep:
             there, self.room.set_to = table.send(self._rows_of_settings()), now
         else:
             there = table.there
-        return self._with_rates(there) if moving else there
+        return self._with_rates(there, lrs) if moving else there
 
     def _rows_of_settings(self) -> list[list[float]]:
         lay, rows = self.layout, []
@@ -239,13 +243,11 @@ class TritonStep:
             ])  # fmt: skip
         return rows
 
-    def _with_rates(self, table: Tensor) -> Tensor:
-        """A copy of the table with the stepsizes that are tensors, which the host does not read."""
-        table, blocks = table.clone(), self.layout.blocks
-        rates = [[b.group["lr"] for b in blocks], [b.bias_groups[0]["lr"] if b.bias_groups else 0.0 for b in blocks]]
-        for column, lrs in zip((RATE, BIAS_RATE), rates, strict=True):
-            values = [lr if isinstance(lr, Tensor) else table[k, column] for k, lr in enumerate(lrs)]
-            table[:, column] = torch.stack([v.detach().reshape(()).to(table) for v in values])
+    def _with_rates(self, table: Tensor, lrs: list[Any]) -> Tensor:
+        """A copy of the table with the groups' stepsizes, of which some are tensors: the host does not read them."""
+        table = table.clone()
+        rates = [lr.detach().reshape(()).to(table) if isinstance(lr, Tensor) else table.new_full((), lr) for lr in lrs]
+        table[:, RATE : BIAS_RATE + 1] = torch.stack([*rates, table.new_zeros(())])[self.room.group_of]
         return table
 
 

@@ -12,7 +12,7 @@ from evenstep.lab.data import Arrays
 from evenstep.lab.experiments.common import Progress, failures_expected, spread
 from evenstep.lab.feed import steps_per_epoch
 from evenstep.lab.records import Record, dumps
-from evenstep.lab.summary import final_loss
+from evenstep.lab.summary import diverged, final_loss, initial_loss
 from evenstep.lab.sweep import config, key, known, sweep
 from evenstep.lab.trial import Trial
 
@@ -227,8 +227,8 @@ def first_failure(records: Sequence[Record], contender: Contender) -> float | No
 
 
 def trained(record: Record) -> bool:
-    """Whether a run ended with finite weights, and no worse than guessing."""
-    return final_loss(record) <= guessing(record)
+    """Whether a run ended with a finite loss, and no worse than guessing."""
+    return not diverged(record, guessing(record))
 
 
 def outcome(records: Sequence[Record]) -> str:
@@ -263,5 +263,5 @@ def rates_table(
 
 
 def guessing(record: Record) -> float:
-    """The loss of a network that knows nothing but the number of classes."""
-    return math.log(record["config"]["model_options"].get("classes", 10))
+    """The loss of a network that knows nothing but the number of classes: of ten, where none is told."""
+    return initial_loss([record]) or math.log(10)
