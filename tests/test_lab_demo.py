@@ -105,6 +105,12 @@ def test_figure_shows_each_method_in_its_panel_and_the_best_thick():
     assert {text.get_text() for text in left.texts} == {"0.1", "SG, 0.3"}
 
 
+def test_an_epoch_is_a_whole_number_even_alone():
+    left, _ = plots.plot([record("sg", 0.1, [2.0])]).axes
+    low, high = left.get_xlim()
+    assert [tick for tick in left.get_xticks() if low <= tick <= high] == [1]
+
+
 def test_figure_and_table_of_only_diverged_runs():
     found = [record("sg", 9.0, [None])]
     assert len(plots.plot(found).axes) == 2

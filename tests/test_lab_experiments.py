@@ -46,6 +46,8 @@ def test_quick_run_gives_records_a_figure_a_table_and_a_verdict(quick, name):
     assert rows and all(len(row) == len(head) for row in rows)
     axes = experiment.plot(found).axes
     assert all(panel.lines or panel.collections for panel in axes)
+    ticks = [tick for panel in axes if panel.get_xlabel() == "epoch" for tick in panel.get_xticks()]
+    assert all(tick == int(tick) for tick in ticks)
 
 
 @pytest.mark.parametrize("name", ["fig1", "l2", "fig3", "coupling", "shock"])

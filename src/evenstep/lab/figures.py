@@ -5,35 +5,34 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
+from evenstep.lab import drawing
 from evenstep.lab.comparison import Comparison
 from evenstep.lab.labels import Style, series_label
 from evenstep.lab.records import Record
 from evenstep.lab.summary import Series, diverged, final_loss
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 HEADROOM = 1.15
 
 
-def curves(found: Comparison) -> Figure:
+def curves(found: Comparison) -> "Figure":
     """Training loss of each epoch, each method at its best stepsize: the mean over seeds, and their range."""
     figure, axes = _figure(found.title)
     for s, style, summary in zip(found.series, found.styles, found.summaries, strict=True):
         epochs, means, lows, highs = _over_seeds(s.runs[summary.stepsize])
         axes.plot(epochs, means, color=style.light, marker=style.mark, markersize=4, label=_label(s, summary.stepsize))
         axes.fill_between(epochs, lows, highs, color=style.light, alpha=0.15, linewidth=0)
-    axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    drawing.epoch_axis(axes)
     _finish(figure, axes, found, [v for s in found.series for run in s.all_runs for v in _losses(run)])
     return figure
 
 
-def sensitivity(found: Comparison) -> Figure:
+def sensitivity(found: Comparison) -> "Figure":
     """Final training loss over the stepsize; a cross at the top is a run that diverged."""
     figure, axes = _figure(found.title)
     for s, style in zip(found.series, found.styles, strict=True):
@@ -46,15 +45,14 @@ def sensitivity(found: Comparison) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: "Figure", path: Path) -> Path:
     """Write an SVG; the same records give the same file. Letters that the font lacks become boxes, not warnings."""
-    with mpl.rc_context({"svg.hashsalt": "evenstep"}), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        figure.savefig(path, metadata={"Date": None})
-    return path
+        return drawing.save(figure, path)
 
 
-def _draw_stepsizes(axes: Axes, series: Series, style: Style, l0: float | None) -> None:
+def _draw_stepsizes(axes: "Axes", series: Series, style: Style, l0: float | None) -> None:
     """The mean over seeds of runs that did not diverge, each of them, and crosses for the others."""
     good = {
         lr: [v for r in runs if not diverged(r, l0) and (v := final_loss(r)) > 0] for lr, runs in series.runs.items()
@@ -68,25 +66,20 @@ def _draw_stepsizes(axes: Axes, series: Series, style: Style, l0: float | None) 
     axes.plot(lost, [1.0] * len(lost), color=style.light, marker="x", linestyle="none", **above)
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    axes = figure.subplots()
+def _figure(title: str) -> tuple["Figure", "Axes"]:
+    figure, (axes,) = drawing.panels(1, width=6.4, height=4.6)
     axes.set_title(_plain(title), loc="left", fontsize=10)
     axes.set_yscale("log")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, found: Comparison, losses: Sequence[float]) -> None:
+def _finish(figure: "Figure", axes: "Axes", found: Comparison, losses: Sequence[float]) -> None:
     """Range, ticks and legend; what lies far above the first loss is of no interest."""
     positive = [loss for loss in losses if loss > 0] or [1.0]
     top = min(max(positive), found.l0 or math.inf)
     axes.set_ylim(0.85 * min(positive), HEADROOM * max(top, min(positive)))
     axes.set_ylabel("training loss (log scale)")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    drawing.plain_log(axes.yaxis)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 

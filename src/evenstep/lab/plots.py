@@ -1,18 +1,17 @@
-"""Figures from records."""
+"""The demo's figure, from records."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
+from evenstep.lab import drawing
 from evenstep.lab.methods import METHODS
 from evenstep.lab.records import Record
 from evenstep.lab.summary import best_runs, by_method
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PANELS = (("sg", "fan-in"), ("batch-norm", "whitening"))
 COLOURS = {"sg": "#D55E00", "fan-in": "#0072B2", "batch-norm": "#AA3377", "whitening": "#007A5A"}  # Okabe-Ito, Tol
@@ -20,13 +19,12 @@ MODEL_NAMES = {"paper_cnn": "The paper's CNN", "deep_net": "The nine-layer net"}
 DASHES = {"sg": (0, (4, 1.5)), "fan-in": "solid", "batch-norm": (0, (4, 1.5)), "whitening": "solid"}
 
 
-def plot(records: list[Record]) -> Figure:
+def plot(records: list[Record]) -> "Figure":
     """The paper's figure 2: training loss against epochs, SG and SG ÷ √(n·S) left, batch norm and whitening right.
 
     A thick line is the method's best stepsize, thin lines are the others. Both panels have the same axes.
     """
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    panels: Sequence[Axes] = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure, panels = drawing.panels(2, width=5.25, height=4.6, share=True)
     top, bottom = _loss_range(records)
     for axes, methods in zip(panels, PANELS, strict=True):
         _prepare(axes, top, bottom)
@@ -37,13 +35,9 @@ def plot(records: list[Record]) -> Figure:
     return figure
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG and as SVG; the same records give the same SVG."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with mpl.rc_context({"svg.hashsalt": "evenstep"}):
-        figure.savefig(paths[0], dpi=160)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return [drawing.save(figure, folder / f"{name}.{ending}") for ending in ("png", "svg")]
 
 
 def _loss_range(records: list[Record]) -> tuple[float, float]:
@@ -53,20 +47,15 @@ def _loss_range(records: list[Record]) -> tuple[float, float]:
     return 1.15 * highest, 0.85 * min([*losses, highest])
 
 
-def _prepare(axes: Axes, top: float, bottom: float) -> None:
-    """Scales, ticks and frame."""
+def _prepare(axes: "Axes", top: float, bottom: float) -> None:
+    """Scales and ticks."""
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("epoch")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    drawing.plain_log(axes.yaxis)
+    drawing.epoch_axis(axes)
 
 
-def _draw(axes: Axes, records: list[Record]) -> None:
+def _draw(axes: "Axes", records: list[Record]) -> None:
     """A line per run, with its stepsize written at its right end."""
     best = {name: found.record for name, found in best_runs(records).items()}
     ends: list[tuple[float, float, str, str, bool]] = []
@@ -89,7 +78,7 @@ def _curve(record: Record) -> tuple[list[int], list[float]]:
     return [row["epoch"] for row in rows], [row["train_loss"] for row in rows]
 
 
-def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str, bool]]) -> None:
+def _label_ends(axes: "Axes", ends: list[tuple[float, float, str, str, bool]]) -> None:
     """Write each label beside the end of its line, moved up or down as little as keeps labels apart."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     ends = sorted(ends)

@@ -31,7 +31,7 @@ WORDS = {True: "**held**", False: "**did not hold**", None: "undecided"}
 
 def write(source: Path, target: Path) -> list[Path]:
     """The page `target`/reproduction.md and its figures, from the records in `source`; the files written."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
 
     found = {name: finished(source / f"{name}.jsonl") for name in EXPERIMENTS}
     found = {name: records for name, records in found.items() if records}
@@ -41,7 +41,7 @@ def write(source: Path, target: Path) -> list[Path]:
     files = [target / "reproduction.md"]
     for name, records in found.items():
         files.append(figures / f"{name}.svg")
-        drawing.save(EXPERIMENTS[name].plot(records), files[-1])
+        drawing.save(EXPERIMENTS[name].plot(records), files[-1], outlines=False)
     files[0].write_text(page(found, source, target), encoding="utf-8")
     return files
 

@@ -187,7 +187,8 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The bias against its formula, and training with and without it."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
+    from evenstep.lab.experiments.contenders import sensitivity
 
     figure, (left, *rest) = drawing.panels(1 + len(BATCHES), width=4.4)
     found = biases(records)
@@ -201,7 +202,7 @@ def plot(records: list[Record]) -> "Figure":
     left.set(xlabel="batch size", ylabel="bias of $\\delta w_{0j}$")
     drawing.legend(left)
     for panel, batch in zip(rest, BATCHES, strict=True):
-        drawing.sensitivity(panel, trainings(records, batch), (RUNNING, OWN), shift=3)
+        sensitivity(panel, trainings(records, batch), (RUNNING, OWN), shift=3)
         panel.set_title(f"batch {batch}: final training loss", loc="left", fontsize=10)
         drawing.legend(panel)
     return figure

@@ -150,7 +150,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The function with the trajectories on it, and its value against steps."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
 
     figure, (plane, values) = drawing.panels(2, width=5.0)
     side = torch.linspace(-0.8, 3.4, 120, dtype=torch.float64)

@@ -156,7 +156,8 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The paper's two panels, ours beside them, and what each stepsize gives."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
+    from evenstep.lab.experiments.contenders import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for panel, contenders, shift, title in zip(
@@ -168,7 +169,7 @@ def plot(records: list[Record]) -> "Figure":
     ):
         if panel is not axes[0]:
             panel.sharey(axes[0])
-        drawing.curves(panel, records, contenders, shift=shift)
+        curves(panel, records, contenders, shift=shift)
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_yscale("log")
         drawing.plain_log(panel.yaxis)
@@ -176,5 +177,5 @@ def plot(records: list[Record]) -> "Figure":
     axes[0].set_ylabel("mean training loss of the epoch")
     reached = [final_loss(r) for c in CONTENDERS for r in at_best(records, c) if trained(r)]
     axes[0].set_ylim(bottom=0.8 * min(reached, default=1.0))  # one scale for the three
-    drawing.sensitivity(axes[3], records, CONTENDERS)
+    sensitivity(axes[3], records, CONTENDERS)
     return figure

@@ -222,7 +222,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The loss of the whole training set by epochs and by seconds."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
 
     figure, (epochs, seconds) = drawing.panels(2)
     for k, name in enumerate(dict.fromkeys(r["config"]["name"] for r in records)):
@@ -237,7 +237,8 @@ def plot(records: list[Record]) -> "Figure":
         }
         epochs.plot([row["epoch"] for row in rows], losses, **style)
         seconds.plot(passed, losses, **style)
-    epochs.set(xlabel="epoch", ylabel="loss of the whole training set")
+    drawing.epoch_axis(epochs)
+    epochs.set_ylabel("loss of the whole training set")
     seconds.set(xlabel="seconds of training")
     drawing.legend(epochs)
     return figure

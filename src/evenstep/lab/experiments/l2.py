@@ -189,7 +189,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """Test accuracy by epoch, and by λ."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
 
     figure, (curves, by_strength) = drawing.panels(2)
     groups = {c.label: at_best(records, c) for c in (BATCH_NORM, WHITENING, GUARDED)}
@@ -214,7 +214,8 @@ def plot(records: list[Record]) -> "Figure":
         points = [(strength(r), 1 - error_rate(r)) for r in runs]
         style: dict[str, Any] = {"marker": drawing.MARKS[k], "color": drawing.COLOURS[k]}
         by_strength.plot(*zip(*points, strict=True), label=f"{contender.label}, L2", **style) if points else None
-    curves.set(xlabel="epoch", ylabel="test accuracy")
+    drawing.epoch_axis(curves)
+    curves.set_ylabel("test accuracy")
     by_strength.set_xscale("log")
     by_strength.set(xlabel="λ (dashed: without)", ylabel="test accuracy after the last epoch, best stepsize")
     drawing.legend(curves)

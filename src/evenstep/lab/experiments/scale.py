@@ -121,12 +121,13 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """Training loss on both sets, and what each stepsize gives."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
+    from evenstep.lab.experiments.contenders import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for k, (half, name) in enumerate(zip(halves(records), ("a tenth of the images", "all images"), strict=True)):
-        drawing.curves(axes[k], half, CONTENDERS)
-        drawing.sensitivity(axes[2 + k], half, CONTENDERS)
+        curves(axes[k], half, CONTENDERS)
+        sensitivity(axes[2 + k], half, CONTENDERS)
         axes[k].set_title(name, loc="left", fontsize=10)
         axes[2 + k].set_title(f"{name}: final loss by stepsize", loc="left", fontsize=10)
         axes[k].set_ylabel("mean training loss of the epoch")

@@ -319,7 +319,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The price of each shock, and the monitor's view of the largest one."""
-    from evenstep.lab.experiments import drawing
+    from evenstep.lab import drawing
 
     figure, (price, loss, view) = drawing.panels(3)
     names, kappas = named(records)

@@ -1,47 +1,19 @@
-"""How figures look. The only file here that imports matplotlib; experiments import it inside `plot`."""
+"""Panels of contenders: how each trains at its best stepsize, and what each stepsize gives."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
+from evenstep.lab.drawing import COLOURS, MARKS, epoch_axis, plain_log
 from evenstep.lab.experiments.tuning import Contender, at_best, guessing
 from evenstep.lab.records import Record
 from evenstep.lab.summary import final_loss
 
-COLOURS = ("#C0440A", "#0069B4", "#A32A78", "#00755A", "#866300", "#06798C", "#1A1D21", "#7F7F7F")  # Okabe-Ito, Tol
-MARKS = "os^DvPh*"
-
-
-def panels(count: int, width: float = 4.6, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels side by side."""
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
-    for panel in axes:
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write an SVG; the same figure gives the same file."""
-    with mpl.rc_context({"svg.hashsalt": "evenstep", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-
-
-def plain_log(axis: Any) -> None:
-    """Ticks 1, 2, 5 times powers of ten, written as plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def curves(
-    axes: Axes, records: Sequence[Record], contenders: Sequence[Contender], column: str = "train_loss", shift: int = 0
+    axes: "Axes", records: Sequence[Record], contenders: Sequence[Contender], column: str = "train_loss", shift: int = 0
 ) -> None:
     """`column` against epochs at each contender's best stepsize: the first seed thick, the others thin."""
     for k, contender in enumerate(contenders, start=shift):
@@ -60,11 +32,10 @@ def curves(
     shown = [r for c in contenders for r in at_best(records, c)]
     if column == "train_loss" and shown:
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.2 * guessing(shown[0])))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("epoch")
+    epoch_axis(axes)
 
 
-def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Contender], shift: int = 0) -> None:
+def sensitivity(axes: "Axes", records: Sequence[Record], contenders: Iterable[Contender], shift: int = 0) -> None:
     """The final training loss at every stepsize of the first seed; above guessing it is drawn at the top."""
     top = 1.0
     for k, contender in enumerate(contenders, start=shift):
@@ -79,12 +50,7 @@ def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Cont
     axes.set_ylim(top=1.05 * top)
     plain_log(axes.yaxis)
     low, high = axes.get_xlim()
-    plain_log(axes.xaxis) if high < 100 * low else axes.xaxis.set_minor_formatter(NullFormatter())
+    if high < 100 * low:
+        plain_log(axes.xaxis)
     axes.set_xlabel("stepsize")
     axes.set_title("final training loss by stepsize (top: failed)", loc="left", fontsize=10)
-
-
-def legend(axes: Axes) -> None:
-    """A small legend without a box, if there is something in it."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,51 @@
+"""How figures look. The only file that imports matplotlib, which others name in types alone.
+
+What has to run without it imports this file inside the function that draws.
+"""
+
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+COLOURS = ("#C0440A", "#0069B4", "#A32A78", "#00755A", "#866300", "#06798C", "#1A1D21", "#7F7F7F")  # Okabe-Ito, Tol
+MARKS = "os^DvPh*"
+
+
+def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels side by side; `share` gives them the same axes."""
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    axes = figure.subplots(1, count, sharex=share, sharey=share, squeeze=False)[0]
+    for panel in axes:
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def plain_log(axis: Axis) -> None:
+    """Ticks 1, 2, 5 times powers of ten, written as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def epoch_axis(axes: Axes) -> None:
+    """Epochs to the right, in whole numbers, be it a single one."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("epoch")
+
+
+def legend(axes: Axes) -> None:
+    """A small legend without a box, if there is something in it."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def save(figure: Figure, path: Path, outlines: bool = True) -> Path:
+    """Write what the path's ending says; the same figure gives the same SVG, its letters as outlines or as text."""
+    with mpl.rc_context({"svg.hashsalt": "evenstep", "svg.fonttype": "path" if outlines else "none"}):
+        figure.savefig(path, dpi=160, metadata={"Date": None})
+    return path
