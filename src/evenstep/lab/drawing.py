@@ -11,8 +11,10 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-COLOURS = ("#C0440A", "#0069B4", "#A32A78", "#00755A", "#866300", "#06798C", "#1A1D21", "#7F7F7F")  # Okabe-Ito, Tol
-MARKS = "os^DvPh*"
+from evenstep.lab import labels
+
+COLOURS = [light for light, _ in labels.COLOURS]
+MARKS = [letter for _, letter in labels.MARKERS]
 
 
 def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = False) -> tuple[Figure, list[Axes]]:

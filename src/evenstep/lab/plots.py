@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.lab import drawing
+from evenstep.lab.labels import PREFERRED, model_label
 from evenstep.lab.methods import METHODS
 from evenstep.lab.records import Record
 from evenstep.lab.summary import best_runs, by_method
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = (("sg", "fan-in"), ("batch-norm", "whitening"))
-COLOURS = {"sg": "#D55E00", "fan-in": "#0072B2", "batch-norm": "#AA3377", "whitening": "#007A5A"}  # Okabe-Ito, Tol
-MODEL_NAMES = {"paper_cnn": "The paper's CNN", "deep_net": "The nine-layer net"}
+COLOURS = {name: drawing.COLOURS[PREFERRED[name]] for pair in PANELS for name in pair}
 DASHES = {"sg": (0, (4, 1.5)), "fan-in": "solid", "batch-norm": (0, (4, 1.5)), "whitening": "solid"}
 
 
@@ -124,6 +124,6 @@ def _caption(records: list[Record]) -> str:
         return "no finished run"
     config = records[0]["config"]
     return (
-        f"{MODEL_NAMES.get(config['model'], config['model'])} on {config['data']}, batch {config['batch_size']}, "
+        f"{model_label(config['model'])} on {config['data']}, batch {config['batch_size']}, "
         f"seed {config['seed']}; thick: best stepsize, thin: the others (numbers: stepsizes)"
     )

@@ -194,6 +194,7 @@ def plot(records: list[Record]) -> "Figure":
     figure, (curves, by_strength) = drawing.panels(2)
     groups = {c.label: at_best(records, c) for c in (BATCH_NORM, WHITENING, GUARDED)}
     groups |= {f"{c.label}, L2": chosen(records, c) for c in PENALIZED}
+    worked: list[float] = []  # accuracies that are not of failed runs, whose lines leave the panel
     for k, (label, runs) in enumerate(groups.items()):
         for number, record in enumerate(runs):
             rows = [row for row in record["metrics"] if row.get("test_accuracy") is not None]
@@ -207,17 +208,21 @@ def plot(records: list[Record]) -> "Figure":
             )
         if k < 3 and (found := accuracies(runs, fresh=False)):
             by_strength.axhline(statistics.fmean(found), color=drawing.COLOURS[k], linestyle="--", linewidth=1)
+            worked.append(statistics.fmean(found))
     for k, contender in enumerate(PENALIZED, start=3):
         runs = [
             min(mine, key=error_rate) for l2 in strengths(records) if (mine := with_l2(contender, l2).mine(records))
         ]
         points = [(strength(r), 1 - error_rate(r)) for r in runs]
+        worked += [accuracy for _, accuracy in points if accuracy > 0]
         style: dict[str, Any] = {"marker": drawing.MARKS[k], "color": drawing.COLOURS[k]}
         by_strength.plot(*zip(*points, strict=True), label=f"{contender.label}, L2", **style) if points else None
     drawing.epoch_axis(curves)
     curves.set_ylabel("test accuracy")
     by_strength.set_xscale("log")
-    by_strength.set(xlabel="λ (dashed: without)", ylabel="test accuracy after the last epoch, best stepsize")
+    if worked:
+        by_strength.set_ylim(bottom=min(worked) - 0.02)
+    by_strength.set(xlabel="λ (dashed: without; below: failed)", ylabel="test accuracy, last epoch, best stepsize")
     drawing.legend(curves)
     drawing.legend(by_strength)
     return figure
