@@ -2,7 +2,7 @@
 
     python scripts/appendix_e.py --data DIR --out FILE.jsonl [--device cuda]
 
-Constant stepsizes; the training loss is that of a full sweep after each epoch; each run has the device to itself. The
+Linear decay; the training loss is that of a full sweep after each epoch; each run has the device to itself. The
 same experiment on an AlexNet-like network is `python -m evenstep.lab.reproduce fig3`.
 """
 

@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
-    found = [record for path in args.files for record in records.read(path)]
+    found = [record for path in args.files for record in records.read(path) if "method" in record["config"]]
+    if not found:
+        parser.error(f"no record of a sweep in {', '.join(map(str, args.files))}")
     kinds: dict[tuple, list] = defaultdict(list)
     for record in found:
         kinds[record["config"]["model"], record["config"]["data"], record["config"]["epochs"]].append(record)

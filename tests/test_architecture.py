@@ -1,19 +1,23 @@
 """The architecture, held by a test: imports point one way, and the pure core knows neither modules nor hooks."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import evenstep
+from evenstep import keywords
 
 ROOT = Path(evenstep.__file__).parent
 PURE = ["segments", "moments", "constants", "coordinates", "stepsize", "guards", "update", "rows"]
 ORDER = [
     *PURE,
     "kernels",
+    "keywords",
     "checks",
     "decay",
     "shards",
@@ -108,3 +112,16 @@ assert new <= {"evenstep", "torch"}, new
 assert not any(name.startswith("evenstep.lab") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_keyword_is_explained_once_for_docstrings_and_docs():
+    table = (Path(__file__).parent.parent / "docs" / "api.md").read_text().split("## Keywords")[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert {name.strip("`*"): meaning for name, _, meaning, _ in rows} == keywords.MEANING
+    used = set()
+    for cls in (getattr(evenstep, name) for name in evenstep.__all__):
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            names = [*inspect.signature(cls).parameters]
+            assert all(f"{name} (default " in cls.__doc__ or f"{name}: " in cls.__doc__ for name in names), cls
+            used |= {*names}
+    assert used == {*keywords.MEANING}

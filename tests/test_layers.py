@@ -84,6 +84,17 @@ def test_coverage_prints_as_a_table_and_repr_summarizes_it():
     assert repr(optimizer).endswith("coverage: 3 whitened, 2 plain")
 
 
+def test_coverage_tells_of_cross_attention_once_it_was_met():
+    model = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    optimizer = evenstep.WhitenedSGD(model)
+    before = {row.parameter: row.reason for row in optimizer.coverage()}
+    step(optimizer, model(randn(3, 4, 8), randn(3, 5, 8)).square().mean())
+    after = {row.parameter: row.reason for row in optimizer.coverage()}
+    changed = [name for name in before if before[name] != after[name]]
+    assert changed == ["multihead_attn.in_proj_weight", "multihead_attn.in_proj_bias"]
+    assert "no input seen so far" in after[changed[0]]
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 7)])
 def test_input_without_batch_dimension_is_one_example(shape):
     """torch's layers take one example as it is: the step is that of a batch of one."""

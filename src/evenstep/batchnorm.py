@@ -58,8 +58,8 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     What a batch norm follows is read from a torch.fx trace of the model in eval mode, and from nn.Sequential where
     there is no trace. Shapes are not known: a BatchNorm1d after a Linear is taken to see [batch, features].
 
-    Weights stay the same objects, so an optimizer built before can go on: build it anew, or tell one that was built
-    from the model with `opt.refresh()`; it then drops the batch norm's parameters and takes biases that were missing.
+    Weights stay the same objects. Build the optimizer anew, or tell one that was built from the model with
+    `opt.refresh()`; it then drops the batch norm's parameters and takes biases that were missing.
     One that was built from parameters must be given those with `opt.add_param_group`.
     """
     norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm)}

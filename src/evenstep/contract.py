@@ -166,7 +166,7 @@ class ModelOptimizer(Optimizer):
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._collector
         if watched is None:
             return coverage_of(self.param_groups, blocks)
-        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out)
+        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""

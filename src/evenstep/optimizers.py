@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from . import checks, rules, stepsize
 from .blocks import Block
+from .keywords import explained
 from .plans import Plan
 from .shell import CoordinateOptimizer
 
@@ -35,6 +36,7 @@ class _SG(CoordinateOptimizer):
         return rules.momentum([self.state[p] for p in block.parameters], block, on_weight, on_bias, ok)
 
 
+@explained
 class FanInSGD(_SG):
     """SGD with every layer's stepsize divided by √(n·S), fan-in times sharing count (§3.5).
 
@@ -60,10 +62,11 @@ class FanInSGD(_SG):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         super().__init__(params, options(locals()), model, process_group)
 
 
+@explained
 class WhitenedSGD(_SG):
     """SGD in whitened coordinates, eq. 12 (§4).
 
@@ -91,10 +94,11 @@ class WhitenedSGD(_SG):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         super().__init__(params, options(locals()), model, process_group)
 
 
+@explained
 class CanonicalSGD(_SG):
     """SGD in canonical coordinates, eq. 5 (§2.3): whitened inputs, and units scaled by 1/E[g²].
 
@@ -129,7 +133,7 @@ class CanonicalSGD(_SG):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
         super().__init__(params, options(locals()), model, process_group)
         self.scaler = scaler
@@ -151,6 +155,7 @@ class CanonicalSGD(_SG):
         return on_weight / examples, None if on_bias is None else on_bias / examples
 
 
+@explained
 class EvenStep(_SG):
     """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
 
@@ -185,7 +190,7 @@ class EvenStep(_SG):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         super().__init__(params, options(locals(), bias_correction=True, block="unit"), model, process_group)
 
     def _init_rule(self, block: Block) -> None:
@@ -207,6 +212,7 @@ class EvenStep(_SG):
         return step, bias_step
 
 
+@explained
 class BlockNaturalSGD(_SG):
     """Steps of bounded length per block of parameters (§3.2–3.4), with G = I in plain coordinates.
 
@@ -239,7 +245,7 @@ class BlockNaturalSGD(_SG):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
         super().__init__(params, options(locals()), model, process_group)
 

@@ -1,6 +1,6 @@
 """What an optimizer says of itself: the rows of `opt.coverage()`, `opt.fired()`, layers that nothing was seen of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,12 @@ def coverage_of(
     model: nn.Module | None = None,
     entries: Sequence[Entry] = (),
     left_out: dict[int, str] | None = None,
+    state: Mapping[Tensor, dict[str, Any]] | None = None,
 ) -> Coverage:
-    """One row per parameter of `groups`, in their order; `left_out` says why some are no part of `entries`."""
+    """One row per parameter of `groups`, in their order; `left_out` says why some are no part of `entries`.
+
+    `state` is the optimizer's, to find layers that have shown no input.
+    """
     known, reasons = {} if model is None else owners(model), dict(left_out or {})
     for entry in entries:
         if unfit := entry.unfit:
@@ -30,23 +34,30 @@ def coverage_of(
         names = group.get("param_names") or [f"parameter {k}" for k in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             name, owner = known.get(id(p), (name, None))
-            table.append(row(name, p, of_block.get(id(p)), owner, reasons))
+            table.append(row(name, p, of_block.get(id(p)), owner, reasons, state or {}))
     return table
 
 
-def row(name: str, p: Tensor, block: Block | None, owner: nn.Module | None, left_out: dict[int, str]) -> Row:
+def row(
+    name: str,
+    p: Tensor,
+    block: Block | None,
+    owner: nn.Module | None,
+    left_out: dict[int, str],
+    state: Mapping[Tensor, dict[str, Any]],
+) -> Row:
     """The row of one parameter; `block` is None where it does not train, `owner` where no model knows it."""
     layer = "" if owner is None else type(owner).__name__
     if block is None:
         return Row(name, layer, "frozen", "requires_grad is False")
     if block.entry is not None:
-        return Row(name, layer, block.treatment, why_treated(block))
+        return Row(name, layer, block.treatment, why_treated(block, state.get(block.weight, {})))
     if owner is None:
         return Row(name, layer, block.treatment, "no model is attached that has it")
     return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2]))
 
 
-def why_treated(block: Block) -> str:
+def why_treated(block: Block, state: dict[str, Any]) -> str:
     """What is special about a layer's treatment; empty if nothing."""
     entry = block.entry
     assert entry is not None
@@ -59,11 +70,19 @@ def why_treated(block: Block) -> str:
         reasons.append("its output's gradient is not seen")
     elif block.treatment in ("whitened", "canonical") and not block.biases:
         reasons.append("no bias trains with it: implied bias")
+    if unshown(state):
+        reasons.append("no input seen so far (cross-attention shows none): stepsize scaling alone")
     if len(entry.places) > 1:
         reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
     if entry.batch_dim == 1 and block.treatment != "plain":
         reasons.append("sequences taken as [time, batch, feature]")
     return "; ".join(reasons)
+
+
+def unshown(state: dict[str, Any]) -> bool:
+    """Whether a layer has moved without ever showing its input (reads the device)."""
+    mass, step = state.get("mass"), state.get("step")
+    return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
 
 
 def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:

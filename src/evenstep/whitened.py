@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 
 from . import checks, proxies, shards, stepsize, update
 from .blocks import Block
+from .keywords import explained
 from .motion import gradient, rates
 from .proxies import BaseRule, Proxy
 from .shell import CoordinateOptimizer
@@ -16,6 +17,7 @@ from .shell import CoordinateOptimizer
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 
 
+@explained
 class Whitened(CoordinateOptimizer):
     """A first-order torch rule (AdamW, Muon, RMSprop, …) run on v instead of w.
 
@@ -54,7 +56,7 @@ class Whitened(CoordinateOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        """See the shared keywords in the API reference."""
+        """The keywords are explained in the class."""
         owner = type(self).__name__
         lr = base_kwargs.get("lr")
         if lr is not None:

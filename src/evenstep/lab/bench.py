@@ -294,7 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="no run: the records of this file as a table for the docs")
     args = parser.parse_args(arguments)
     if args.table is not None:
-        print(markdown(records.read(args.table)))
+        found = [r for r in records.read(args.table) if r["config"].get("bench") is True]
+        if not found:
+            parser.error(f"{args.table}: no record of bench there")
+        print(markdown(found))
         return
     base = Setting(
         "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,

@@ -70,7 +70,7 @@ def head(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     everything = [record for records in found.values() for record in records]
 
     def listed(values: Sequence[str]) -> str:
-        return ", ".join(sorted(set(values)))
+        return "; ".join(sorted(set(values)))
 
     sets = [r["config"]["data"] for r in everything if "data" in r["config"]]
     data = listed(sets)

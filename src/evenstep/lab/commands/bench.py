@@ -15,7 +15,9 @@ class Options:
     model: tuple[str, ...] = ("paper-cnn", "paper-cnn-4")
     """Networks: paper-cnn, paper-cnn-4, alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small, gpt-tiny, mlp."""
     contenders: tuple[str, ...] = ("sgd", "batch-norm", "whitened-sgd", "evenstep")
-    """Optimizers; the first is what the others are measured by. Those that a network cannot have are left out."""
+    """Optimizers: sgd, adamw-fused, muon, batch-norm (SGD with it), whitened-sgd, evenstep, evenstep-loop (the loop),
+    whitened-adamw; where they are installed, shampoo, soap, kfac, singd. The first is what the others are measured by;
+    those that a network cannot have are left out."""
     device: str = "cpu"
     """Where to train: cpu, cuda, ..."""
     batch: tuple[int, ...] = ()
