@@ -332,6 +332,45 @@ def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
     assert "whitened" in optimizer.coverage().summary()
 
 
+def upsampler() -> nn.Sequential:
+    """A transposed convolution, whose units are not the rows of its weight."""
+    return nn.Sequential(nn.ConvTranspose2d(2, 4, 1), nn.Flatten(), nn.Linear(64, 3))
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("ignore:.*no model is attached")
+def test_state_follows_a_parameter_that_a_model_is_attached_to_later(case):
+    model = upsampler()
+    optimizer = case.build(model.parameters())
+    train(model, optimizer, [batch(), batch()])
+    optimizer.attach(model)
+    train(model, optimizer, [batch(), batch()])
+    clone, twin = copy.deepcopy((model, optimizer))
+    train(clone, twin, [batch()])
+    twin.attach(clone)
+    train(clone, twin, [batch()])
+    assert all(p.isfinite().all() for m in (model, clone) for p in m.parameters())
+
+
+def test_squares_are_made_anew_for_other_units_alone():
+    model = upsampler()
+    optimizer = evenstep.EvenStep(model.parameters())
+    with pytest.warns(UserWarning, match="no model is attached"):
+        train(model, optimizer, [batch()])
+    squares = [optimizer.state[model[k].weight]["square"].clone() for k in (0, 2)]
+    assert [len(square) for square in squares] == [2, 3]
+    optimizer.attach(model)
+    for p in model.parameters():
+        p.grad.zero_()
+    model(batch()[0]).mul(0).sum().backward()
+    optimizer.step()
+    found = [optimizer.state[model[k].weight] for k in (0, 2)]
+    torch.testing.assert_close(found[0]["square"], torch.zeros(4))
+    torch.testing.assert_close(found[1]["square"], squares[1] * 0.01 * 0.99 / (1 - 0.99**2))
+    masses = [float(state["square_mass"]) for state in found]
+    assert masses == pytest.approx([0.01, 1 - 0.99**2])
+
+
 # copies
 
 
