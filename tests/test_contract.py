@@ -403,12 +403,23 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
     assert hooks() == 4
     optimizer.detach()
     assert hooks() == 0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert hooks() == 0
     optimizer.attach(model)
     optimizer.attach(model)
     assert hooks() == 4
     del optimizer
     gc.collect()
     assert hooks() == 0
+
+
+def test_a_second_model_says_what_becomes_of_the_first():
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = evenstep.EvenStep([*first.parameters(), *second.parameters()], model=first)
+    with pytest.warns(UserWarning, match=r"parameters of the Linear attached before.*one module that holds both"):
+        optimizer.attach(second)
+    optimizer.attach(nn.Sequential(first, second))
+    assert optimizer.coverage().summary() == "4 whitened"
 
 
 def test_after_detach_steps_go_on_with_the_last_moments():

@@ -46,6 +46,8 @@ class ModelOptimizer(Optimizer):
         """What it has before it knows a model, as a copy has it, too."""
         self._owner = type(self).__name__
         self._collector: Collector | None = None
+        self._watching = False  # whether hooks are wanted on its model
+        self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
         self._complete = False  # whether every parameter has its state
@@ -84,7 +86,8 @@ class ModelOptimizer(Optimizer):
             param_group.setdefault("plain_ratio", full["plain_lr"] / float(lr) if lr else 1.0)
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
-        if self._collector is not None:
+        self._complete = False
+        if self._collector is not None and self._watching:
             self.attach(self._collector.model)
 
     # the model
@@ -92,12 +95,22 @@ class ModelOptimizer(Optimizer):
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer holds."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in model.parameters()):
+        present = {id(p) for p in model.parameters()}
+        if not held & present:
             raise ValueError(
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
+        former = model if self._collector is None else self._collector.model
+        if self.coordinates != "plain" and held & {id(p) for p in former.parameters()} - present:
+            self._warn(
+                "former",
+                f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
+                "plain coordinates from now on; give each model an optimizer of its own, or attach one module that "
+                "holds both.",
+            )
         self.detach()
+        self._members = held & (present | self._members if former is model else present)
         entries, self._left_out = survey(model, self._why_not)
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
@@ -108,7 +121,7 @@ class ModelOptimizer(Optimizer):
             gradients=self.coordinates == "canonical",
             rows=lambda entry: self._option(entry.weight, "rows", None),
         )
-        self._complete, self._pool = False, distributed.Pool()
+        self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
         if self.coordinates != "plain":
             self._collector.attach(self)
@@ -121,6 +134,7 @@ class ModelOptimizer(Optimizer):
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
+        self._watching = False
         if self._collector is not None:
             self._collector.detach()
 
