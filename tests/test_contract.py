@@ -371,6 +371,35 @@ def test_squares_are_made_anew_for_other_units_alone():
     assert masses == pytest.approx([0.01, 1 - 0.99**2])
 
 
+# surgery
+
+
+def test_refresh_keeps_the_models_order():
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = evenstep.EvenStep(model)
+    model[0].bias = nn.Parameter(torch.zeros(4))
+    model[2].bias = None
+    optimizer.refresh()
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["0.weight", "0.bias", "2.weight"]
+    assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_refresh_drops_only_what_was_the_models():
+    """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = evenstep.EvenStep(model)
+    model.append(nn.Linear(4, 2))
+    own = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    optimizer.add_param_group({"params": [("loss", own)]})
+    model[1] = nn.Linear(4, 2, bias=False)
+    optimizer.refresh()
+    names = [["0.weight", "0.bias", "1.weight"], [], ["loss"]]
+    assert [group["param_names"] for group in optimizer.param_groups] == names
+    assert optimizer.param_groups[2]["params"][0] is own
+
+
 # copies
 
 

@@ -153,6 +153,26 @@ def complete(state_dict: Any) -> bool:
     return isinstance(state_dict, Mapping) and {"state", "param_groups"} <= set(state_dict)
 
 
+def by_name(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The state_dict with the parameters of each group in our order, where it has the same names in another one."""
+    if not complete(state_dict) or len(state_dict["param_groups"]) != len(groups):
+        return state_dict
+    pairs = zip(state_dict["param_groups"], groups, strict=True)
+    return {**state_dict, "param_groups": [in_order(theirs, ours.get("param_names", ())) for theirs, ours in pairs]}
+
+
+def in_order(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """A saved group with its parameters in the order of `names`, if these are its own.
+
+    >>> in_order({"params": [0, 1], "param_names": ["a", "b"]}, ["b", "a"])
+    {'params': [1, 0], 'param_names': ['b', 'a']}
+    """
+    places = dict(zip(group.get("param_names", ()), group.get("params", ()), strict=False))
+    if places.keys() != set(names) or not len(places) == len(names) == len(group["params"]):
+        return group
+    return {**group, "params": [places[name] for name in names], "param_names": list(names)}
+
+
 class Wanted(NamedTuple):
     """What a parameter's state may and must have: shapes by name ("*": a rule's other names), names that never lack."""
 

@@ -142,13 +142,14 @@ class ModelOptimizer(Optimizer):
         """Look at the model again after surgery on its layers.
 
         An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
-        ones into its first group; one that was built from parameters keeps to those.
+        ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
+        from parameters keeps to those.
         """
         if self._collector is None:
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         model = self._collector.model
         if self._whole:
-            exchange(self.param_groups, model)
+            exchange(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
             for p in [p for p in self.state if id(p) not in kept]:
                 del self.state[p]
@@ -232,6 +233,7 @@ class ModelOptimizer(Optimizer):
 
         Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
         fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
+        A group whose names are ours in another order is loaded by name.
         """
         sealed = checkpoints.seal_of(state_dict) is not None
         if not hasattr(state_dict, "copy"):  # which torch calls before it looks
@@ -240,9 +242,11 @@ class ModelOptimizer(Optimizer):
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
 
-        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+        def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = checkpoints.by_name(loaded, self.param_groups)
             self._check(loaded, sealed)
             final.update(loaded)
+            return final
 
         handle = self.register_load_state_dict_pre_hook(take)
         try:
