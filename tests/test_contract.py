@@ -422,6 +422,20 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     assert_same_state(state, snapshot(pickle.loads(pickle.dumps(optimizer))))
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_knows_that_it_was_built_from_a_module(copied):
+    model = nn.Sequential(nn.Linear(3, 4))
+    other, twin = copied((model, evenstep.EvenStep(model)))
+    twin.attach(other)
+    other.append(nn.Linear(4, 2))
+    twin.refresh()
+    twin.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    names = [["0.weight", "0.bias", "1.weight", "1.bias"], ["added.0"]]
+    assert [group["param_names"] for group in twin.param_groups] == names
+
+
 def test_hooks_go_with_detach_and_with_the_optimizer():
     model = network()
 

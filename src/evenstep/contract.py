@@ -61,7 +61,7 @@ class ModelOptimizer(Optimizer):
         own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
         state = {p: parted(kept) for p, kept in self.state.items()}
         whole = {**super().__getstate__(), "state": defaultdict(dict, state)}
-        return {**whole, **own, "process_group": distributed.lasting(self.process_group)}
+        return {**whole, **own, "_whole": self._whole, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
