@@ -247,6 +247,33 @@ def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
     assert moved == pytest.approx([-0.1, -0.01, -0.1])
 
 
+@pytest.mark.parametrize("first", [None, 0.1])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_plain_lr_may_be_set_in_a_group(first, foreach):
+    """As of the lr it was built with, whatever a schedule has made of that."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=first, foreach=foreach)
+    (group,) = optimizer.param_groups
+    for plain_lr, lr, expected in ((first, 0.5, first or 0.5), (0.0, 0.5, 0.0), (0.2, 0.25, 0.1), (None, 0.25, 0.25)):
+        group["plain_lr"], group["lr"] = plain_lr, lr
+        before = model[1].bias.detach().clone()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model[1].bias.detach() - before, -expected * model[1].bias.grad)
+
+
+def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = evenstep.CanonicalSGD(model, lr=0.0)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-4
+    model(torch.randn(4, 3)).square().sum().backward()
+    with pytest.warns(UserWarning, match="CanonicalSGD: plain_lr was given with lr=0"):
+        optimizer.step()
+
+
 def test_decoupled_decay_shrinks_the_weights_alone():
     model = network()
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, weight_decay=0.1)

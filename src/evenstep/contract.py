@@ -14,7 +14,7 @@ from . import checkpoints, checks, distributed, frames
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector
-from .motion import exchange, named, parted, restore
+from .motion import exchange, named, parted, plain_ratio, restore
 from .report import coverage_of, fired_of
 from .stages import Stage
 
@@ -80,10 +80,10 @@ class ModelOptimizer(Optimizer):
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
-        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules and groups' own lr move it too
+        if "plain_lr" in full:  # of this lr, so that schedules and groups' own lr move it too
             own = "plain_lr" in param_group or not self.defaults["lr"]
-            lr = full["lr"] if own else self.defaults["lr"]
-            param_group.setdefault("plain_ratio", full["plain_lr"] / float(lr) if lr else 1.0)
+            param_group.setdefault("plain_at", float(full["lr"] if own else self.defaults["lr"]))
+            param_group.setdefault("plain_ratio", plain_ratio(full["plain_lr"], param_group["plain_at"]))
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
