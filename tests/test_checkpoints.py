@@ -277,6 +277,45 @@ def test_state_loaded_before_the_model_is_known_serves_after_attach():
     assert torch.equal(maker.flat(model), maker.flat(other))
 
 
+class Pair(nn.Module):
+    """Two layers of one shape, in any order."""
+
+    def __init__(self, order):
+        super().__init__()
+        for name in order:
+            setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def pair(order, case):
+    model = Pair(order)
+    optimizer = case.build(model)
+    maker.train(model, optimizer, torch.randn(2, 5, 4))
+    return model, optimizer
+
+
+@every_optimizer
+def test_layers_in_another_order_are_matched_by_name(case):
+    model, optimizer = pair("ab", case)
+    other, twin = pair("ba", case)
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
+    named = dict(other.named_parameters())
+    assert all(same(dict(optimizer.state[p]), dict(twin.state[named[name]])) for name, p in model.named_parameters())
+
+
+def test_other_names_are_matched_by_their_place():
+    """A model that is wrapped has other names."""
+    model, optimizer = pair("ab", OPTIMIZERS["evenstep"])
+    other = nn.Sequential(copy.deepcopy(model))
+    twin = OPTIMIZERS["evenstep"].build(other)
+    twin.load_state_dict(optimizer.state_dict())
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(same(dict(optimizer.state[p]), dict(twin.state[q])) for p, q in pairs)
+
+
 @every_optimizer
 def test_loading_shares_no_tensor(case):
     """torch's own shares the step counts."""

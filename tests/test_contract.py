@@ -247,6 +247,33 @@ def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
     assert moved == pytest.approx([-0.1, -0.01, -0.1])
 
 
+@pytest.mark.parametrize("first", [None, 0.1])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_plain_lr_may_be_set_in_a_group(first, foreach):
+    """As of the lr it was built with, whatever a schedule has made of that."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=first, foreach=foreach)
+    (group,) = optimizer.param_groups
+    for plain_lr, lr, expected in ((first, 0.5, first or 0.5), (0.0, 0.5, 0.0), (0.2, 0.25, 0.1), (None, 0.25, 0.25)):
+        group["plain_lr"], group["lr"] = plain_lr, lr
+        before = model[1].bias.detach().clone()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model[1].bias.detach() - before, -expected * model[1].bias.grad)
+
+
+def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = evenstep.CanonicalSGD(model, lr=0.0)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-4
+    model(torch.randn(4, 3)).square().sum().backward()
+    with pytest.warns(UserWarning, match="CanonicalSGD: plain_lr was given with lr=0"):
+        optimizer.step()
+
+
 def test_decoupled_decay_shrinks_the_weights_alone():
     model = network()
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, weight_decay=0.1)
@@ -332,6 +359,74 @@ def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
     assert "whitened" in optimizer.coverage().summary()
 
 
+def upsampler() -> nn.Sequential:
+    """A transposed convolution, whose units are not the rows of its weight."""
+    return nn.Sequential(nn.ConvTranspose2d(2, 4, 1), nn.Flatten(), nn.Linear(64, 3))
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("ignore:.*no model is attached")
+def test_state_follows_a_parameter_that_a_model_is_attached_to_later(case):
+    model = upsampler()
+    optimizer = case.build(model.parameters())
+    train(model, optimizer, [batch(), batch()])
+    optimizer.attach(model)
+    train(model, optimizer, [batch(), batch()])
+    clone, twin = copy.deepcopy((model, optimizer))
+    train(clone, twin, [batch()])
+    twin.attach(clone)
+    train(clone, twin, [batch()])
+    assert all(p.isfinite().all() for m in (model, clone) for p in m.parameters())
+
+
+def test_squares_are_made_anew_for_other_units_alone():
+    model = upsampler()
+    optimizer = evenstep.EvenStep(model.parameters())
+    with pytest.warns(UserWarning, match="no model is attached"):
+        train(model, optimizer, [batch()])
+    squares = [optimizer.state[model[k].weight]["square"].clone() for k in (0, 2)]
+    assert [len(square) for square in squares] == [2, 3]
+    optimizer.attach(model)
+    for p in model.parameters():
+        p.grad.zero_()
+    model(batch()[0]).mul(0).sum().backward()
+    optimizer.step()
+    found = [optimizer.state[model[k].weight] for k in (0, 2)]
+    torch.testing.assert_close(found[0]["square"], torch.zeros(4))
+    torch.testing.assert_close(found[1]["square"], squares[1] * 0.01 * 0.99 / (1 - 0.99**2))
+    masses = [float(state["square_mass"]) for state in found]
+    assert masses == pytest.approx([0.01, 1 - 0.99**2])
+
+
+# surgery
+
+
+def test_refresh_keeps_the_models_order():
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = evenstep.EvenStep(model)
+    model[0].bias = nn.Parameter(torch.zeros(4))
+    model[2].bias = None
+    optimizer.refresh()
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["0.weight", "0.bias", "2.weight"]
+    assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
+
+
+def test_refresh_drops_only_what_was_the_models():
+    """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
+    model = nn.Sequential(nn.Linear(3, 4))
+    optimizer = evenstep.EvenStep(model)
+    model.append(nn.Linear(4, 2))
+    own = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    optimizer.add_param_group({"params": [("loss", own)]})
+    model[1] = nn.Linear(4, 2, bias=False)
+    optimizer.refresh()
+    names = [["0.weight", "0.bias", "1.weight"], [], ["loss"]]
+    assert [group["param_names"] for group in optimizer.param_groups] == names
+    assert optimizer.param_groups[2]["params"][0] is own
+
+
 # copies
 
 
@@ -354,6 +449,20 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     assert_same_state(state, snapshot(pickle.loads(pickle.dumps(optimizer))))
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_knows_that_it_was_built_from_a_module(copied):
+    model = nn.Sequential(nn.Linear(3, 4))
+    other, twin = copied((model, evenstep.EvenStep(model)))
+    twin.attach(other)
+    other.append(nn.Linear(4, 2))
+    twin.refresh()
+    twin.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    names = [["0.weight", "0.bias", "1.weight", "1.bias"], ["added.0"]]
+    assert [group["param_names"] for group in twin.param_groups] == names
+
+
 def test_hooks_go_with_detach_and_with_the_optimizer():
     model = network()
 
@@ -364,12 +473,23 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
     assert hooks() == 4
     optimizer.detach()
     assert hooks() == 0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert hooks() == 0
     optimizer.attach(model)
     optimizer.attach(model)
     assert hooks() == 4
     del optimizer
     gc.collect()
     assert hooks() == 0
+
+
+def test_a_second_model_says_what_becomes_of_the_first():
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = evenstep.EvenStep([*first.parameters(), *second.parameters()], model=first)
+    with pytest.warns(UserWarning, match=r"parameters of the Linear attached before.*one module that holds both"):
+        optimizer.attach(second)
+    optimizer.attach(nn.Sequential(first, second))
+    assert optimizer.coverage().summary() == "4 whitened"
 
 
 def test_after_detach_steps_go_on_with_the_last_moments():

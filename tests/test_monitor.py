@@ -104,6 +104,16 @@ def test_guards_counted_are_guards_that_fired():
     assert all(0 <= share <= 1 for pair in shares.values() for share in pair)
 
 
+def test_weights_of_one_layer_are_told_apart():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    optimizer = evenstep.EvenStep(model)
+    step(model, optimizer, torch.randn(4, 5, 8))
+    expected = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1", "linear2"}
+    assert set(optimizer.fired()) == expected
+    model.self_attn.in_proj_weight.requires_grad_(False)
+    assert set(optimizer.fired()) == expected - {"self_attn.in_proj_weight"}
+
+
 def test_an_optimizer_without_moments_is_refused():
     with pytest.raises(ValueError, match="CurvatureMonitor: FanInSGD keeps no moments to watch"):
         evenstep.CurvatureMonitor(evenstep.FanInSGD(network()))

@@ -263,8 +263,6 @@ class Machine:
         self.optimizer.attach(self.model)
 
     def refresh(self, number: int) -> None:
-        if self.spare:
-            return  # parameters that are not the model's would leave
         self.optimizer.refresh()
 
     def lay_out_anew(self, number: int) -> None:

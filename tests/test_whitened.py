@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.prune import l1_unstructured, remove
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -646,6 +647,110 @@ def test_a_third_party_rule_that_ignores_the_parameters_value_serves(cls):
     train(Whitened(model, cls, lr=0.01, **settings), model, batches)
     follow(reference, batches)
     oracle.assert_same_parameters(reference, model)
+
+
+# layers whose parts come and go
+
+
+def small_network():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def small_step(optimizer, model, count=1):
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(randn(16, 6)).square().mean().backward()
+        optimizer.step()
+
+
+def freeze_a_bias(model, optimizer):
+    model[0].bias.requires_grad_(False)
+
+
+def freeze_the_weights(model, optimizer):
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+
+
+def prune(model, optimizer):
+    l1_unstructured(model[0], "weight", 0.3)
+    optimizer.refresh()
+
+
+def unprune(model, optimizer):
+    remove(model[0], "weight")
+    optimizer.refresh()
+
+
+def thaw(model, optimizer):
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "back"), [(freeze_a_bias, thaw), (freeze_the_weights, thaw), (prune, unprune)], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize(
+    ("base", "keywords"),
+    [
+        (torch.optim.Muon, {}),
+        (torch.optim.Muon, {"plain": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)}),
+        (torch.optim.AdamW, {"joint": True}),
+        (torch.optim.AdamW, {"plain": torch.optim.Adamax}),
+        (torch.optim.SGD, {"joint": True, "lr": 0.01, "momentum": 0.9}),
+        (Lion, {"joint": True}),
+    ],
+)
+def test_a_rule_goes_on_where_parts_of_a_layer_come_and_go(base, keywords, change, back):
+    """And loads its own checkpoints in between."""
+    model = small_network()
+    optimizer = Whitened(model, base, **keywords)
+    for alter in (change, back, change):
+        small_step(optimizer, model, 2)
+        optimizer.zero_grad()
+        alter(model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        small_step(optimizer, model, 2)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_joint_matrix_keeps_the_memory_of_its_weight_when_a_bias_leaves_or_joins():
+    model = small_network()
+    optimizer = Whitened(model, torch.optim.Muon)
+    small_step(optimizer, model, 2)
+    kept = optimizer.state[model[0].weight]["momentum_buffer"][:, :6].clone()
+    for bias_trains, columns in ((False, 6), (True, 7)):
+        model[0].bias.requires_grad_(bias_trains)
+        optimizer.zero_grad()
+        model(torch.zeros(4, 6, dtype=torch.float64)).mul(0).sum().backward()
+        optimizer.step()
+        kept = 0.95 * kept
+        buffer = optimizer.state[model[0].weight]["momentum_buffer"]
+        assert buffer.shape == (8, columns)
+        assert_close(buffer[:, :6], kept)
+
+
+def test_a_batchnorm_is_folded_under_muon():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    optimizer = Whitened(model, torch.optim.Muon)
+    small_step(optimizer, model)
+    evenstep.fold_batchnorm(model)
+    optimizer.refresh()
+    small_step(optimizer, model)
+    assert optimizer.state[model[0].weight]["momentum_buffer"].shape == (8, 7)
+
+
+def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
+    model = small_network()
+    optimizer = Whitened(model, torch.optim.Muon)
+    small_step(optimizer, model)
+    other, twin = copy.deepcopy((model, optimizer))
+    twin.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="no model is attached"):
+        small_step(twin, other)
+    twin.attach(other)
+    small_step(twin, other)
+    assert twin.state[other[0].weight].keys() == optimizer.state[model[0].weight].keys()
 
 
 # memory

@@ -153,8 +153,28 @@ def complete(state_dict: Any) -> bool:
     return isinstance(state_dict, Mapping) and {"state", "param_groups"} <= set(state_dict)
 
 
+def by_name(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The state_dict with the parameters of each group in our order, where it has the same names in another one."""
+    if not complete(state_dict) or len(state_dict["param_groups"]) != len(groups):
+        return state_dict
+    pairs = zip(state_dict["param_groups"], groups, strict=True)
+    return {**state_dict, "param_groups": [in_order(theirs, ours.get("param_names", ())) for theirs, ours in pairs]}
+
+
+def in_order(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """A saved group with its parameters in the order of `names`, if these are its own.
+
+    >>> in_order({"params": [0, 1], "param_names": ["a", "b"]}, ["b", "a"])
+    {'params': [1, 0], 'param_names': ['b', 'a']}
+    """
+    places = dict(zip(group.get("param_names", ()), group.get("params", ()), strict=False))
+    if places.keys() != set(names) or not len(places) == len(names) == len(group["params"]):
+        return group
+    return {**group, "params": [places[name] for name in names], "param_names": list(names)}
+
+
 class Wanted(NamedTuple):
-    """What a parameter's state may and must have: shapes by name ("*": of other names), names that never lack."""
+    """What a parameter's state may and must have: shapes by name ("*": a rule's other names), names that never lack."""
 
     shapes: dict[str, Shapes]
     required: set[str]
@@ -206,7 +226,7 @@ def state_problems(kept: Any, wanted: Wanted, known: set[str] | None) -> list[st
         problems.append(f"lacks {', '.join(dict.fromkeys(lacking))}")
     for name, value in kept.items():
         if isinstance(value, Tensor):
-            shapes = wanted.shapes.get(name, wanted.shapes.get("*"))
+            shapes = wanted.shapes.get(name, None if name in OURS else wanted.shapes.get("*"))
             if shapes is not None and tuple(value.shape) not in shapes:
                 problems.append(f"has {name} of shape {list(value.shape)}; {listed(shapes)} is wanted")
             elif name in MOMENTS + POSITIVE and not value.is_meta and not sound(name, value):
@@ -238,6 +258,8 @@ def wanted_of(block: Block, stage: Stage | None, required: set[str], rule: bool)
         units = block.units if p is block.weight else p.numel()
         if leads and block.entry is not None:  # a layer may be shown to a rule as one matrix
             own |= {(units, p.numel() // max(1, units) + more) for more in range(len(block.entry.biases) + 1)}
+        elif block.entry is None and block.group.get("joint") and p.dim() > 1:  # or was, or will be once it is attached
+            own |= {(len(p), p[0].numel() + more) for more in range(2)}
         shapes = dict.fromkeys(("step", "mass", "sharing", "square_mass"), SCALAR)
         shapes |= {"momentum_buffer": own, "square": own | SCALAR | {(units,)}, **({"*": own | SCALAR} if rule else {})}
         if leads and stage is not None:

@@ -14,7 +14,7 @@ from . import checkpoints, checks, distributed, frames
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector
-from .motion import exchange, named, parted, restore
+from .motion import exchange, named, parted, plain_ratio, restore
 from .report import coverage_of, fired_of
 from .stages import Stage
 
@@ -46,6 +46,8 @@ class ModelOptimizer(Optimizer):
         """What it has before it knows a model, as a copy has it, too."""
         self._owner = type(self).__name__
         self._collector: Collector | None = None
+        self._watching = False  # whether hooks are wanted on its model
+        self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
         self._complete = False  # whether every parameter has its state
@@ -59,7 +61,7 @@ class ModelOptimizer(Optimizer):
         own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
         state = {p: parted(kept) for p, kept in self.state.items()}
         whole = {**super().__getstate__(), "state": defaultdict(dict, state)}
-        return {**whole, **own, "process_group": distributed.lasting(self.process_group)}
+        return {**whole, **own, "_whole": self._whole, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -78,13 +80,14 @@ class ModelOptimizer(Optimizer):
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
-        if full.get("plain_lr") is not None:  # kept as a ratio, so that schedules and groups' own lr move it too
+        if "plain_lr" in full:  # of this lr, so that schedules and groups' own lr move it too
             own = "plain_lr" in param_group or not self.defaults["lr"]
-            lr = full["lr"] if own else self.defaults["lr"]
-            param_group.setdefault("plain_ratio", full["plain_lr"] / float(lr) if lr else 1.0)
+            param_group.setdefault("plain_at", float(full["lr"] if own else self.defaults["lr"]))
+            param_group.setdefault("plain_ratio", plain_ratio(full["plain_lr"], param_group["plain_at"]))
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
-        if self._collector is not None:
+        self._complete = False
+        if self._collector is not None and self._watching:
             self.attach(self._collector.model)
 
     # the model
@@ -92,12 +95,22 @@ class ModelOptimizer(Optimizer):
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer holds."""
         held = {id(p) for group in self.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in model.parameters()):
+        present = {id(p) for p in model.parameters()}
+        if not held & present:
             raise ValueError(
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
+        former = model if self._collector is None else self._collector.model
+        if self.coordinates != "plain" and held & {id(p) for p in former.parameters()} - present:
+            self._warn(
+                "former",
+                f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
+                "plain coordinates from now on; give each model an optimizer of its own, or attach one module that "
+                "holds both.",
+            )
         self.detach()
+        self._members = held & (present | self._members if former is model else present)
         entries, self._left_out = survey(model, self._why_not)
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
@@ -108,7 +121,7 @@ class ModelOptimizer(Optimizer):
             gradients=self.coordinates == "canonical",
             rows=lambda entry: self._option(entry.weight, "rows", None),
         )
-        self._complete, self._pool = False, distributed.Pool()
+        self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
         if self.coordinates != "plain":
             self._collector.attach(self)
@@ -121,6 +134,7 @@ class ModelOptimizer(Optimizer):
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
+        self._watching = False
         if self._collector is not None:
             self._collector.detach()
 
@@ -128,13 +142,14 @@ class ModelOptimizer(Optimizer):
         """Look at the model again after surgery on its layers.
 
         An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
-        ones into its first group; one that was built from parameters keeps to those.
+        ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
+        from parameters keeps to those.
         """
         if self._collector is None:
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         model = self._collector.model
         if self._whole:
-            exchange(self.param_groups, model)
+            exchange(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
             for p in [p for p in self.state if id(p) not in kept]:
                 del self.state[p]
@@ -218,6 +233,7 @@ class ModelOptimizer(Optimizer):
 
         Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
         fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
+        A group whose names are ours in another order is loaded by name.
         """
         sealed = checkpoints.seal_of(state_dict) is not None
         if not hasattr(state_dict, "copy"):  # which torch calls before it looks
@@ -226,9 +242,11 @@ class ModelOptimizer(Optimizer):
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
 
-        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+        def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = checkpoints.by_name(loaded, self.param_groups)
             self._check(loaded, sealed)
             final.update(loaded)
+            return final
 
         handle = self.register_load_state_dict_pre_hook(take)
         try:

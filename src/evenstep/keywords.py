@@ -18,8 +18,8 @@ MEANING = {
     "trust": "c of the trust radius; None turns it off",
     "rows": "how many rows of a layer's input a forward looks at, spread over examples and positions; None for all",
     "eps": "μ of eq. 11, absolute, inside the root",
-    "plain_lr": "stepsize of parameters outside layers, None for that of layers; follows schedules of `lr` and a "
-    "group's own `lr`",
+    "plain_lr": "stepsize of parameters outside layers at the `lr` it is given with, None for that of layers; follows "
+    "schedules of `lr` and a group's own `lr`, and may be set in a group, too, as of that first `lr`",
     "sharing": "S of every layer, when it is not to be counted",
     "exclude": "name patterns (`fnmatch`) kept in plain coordinates",
     "maximize": "ascend",

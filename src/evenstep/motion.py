@@ -1,6 +1,6 @@
 """Small motions of torch's state that the shell makes: stepsizes of a block, decay, masks, devices, checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -30,6 +30,17 @@ def rates(block: Block) -> list[Any]:
     found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
     found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
     return [lr * block.group.get("plain_ratio", 1) for lr in found] if block.aside else found
+
+
+def plain_ratio(plain_lr: float | None, at: float) -> float:
+    """What parameters outside layers get of their group's lr, if they are to get `plain_lr` of an lr of `at`.
+
+    >>> plain_ratio(0.5, 2.0), plain_ratio(None, 2.0), plain_ratio(0.0, 0.0), plain_ratio(0.5, 0.0)
+    (0.25, 1.0, 0.0, 1.0)
+    """
+    if plain_lr is None or not plain_lr:
+        return 1.0 if plain_lr is None else 0.0
+    return plain_lr / at if at else 1.0
 
 
 def at_rest(groups: list[dict[str, Any]]) -> bool:
@@ -103,17 +114,22 @@ def restore(
                 state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
 
 
-def exchange(groups: list[dict[str, Any]], model: nn.Module) -> None:
-    """Drop from named groups what the model has no more, and add what is new in it to the first group."""
+def exchange(groups: list[dict[str, Any]], model: nn.Module, members: Set[int]) -> None:
+    """Drop from named groups those of the model's `members` (ids) that have left it, and add what is new in it.
+
+    New ones go to the first group, which is kept in the model's order.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) in names]
-        group["param_names"] = [names[id(p)] for p in group["params"]]
     held = {id(p) for group in groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        if id(p) not in held:
-            groups[0]["params"].append(p)
-            groups[0]["param_names"].append(name)
+    groups[0]["params"] += [p for p in model.parameters() if id(p) not in held]
+    groups[0]["param_names"] += [name for name, p in model.named_parameters() if id(p) not in held]
+    for group in groups:
+        pairs = zip(group["param_names"], group["params"], strict=True)
+        stay = [(names.get(id(p), name), p) for name, p in pairs if id(p) in names or id(p) not in members]
+        if group is groups[0]:
+            order = {i: k for k, i in enumerate(names)}
+            stay.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
+        group["param_names"], group["params"] = [name for name, _ in stay], [p for _, p in stay]
 
 
 def named(params: Any, model: nn.Module | None) -> Any:

@@ -5,7 +5,7 @@ v itself is never stored, so a rule serves here if its step does not depend on t
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,7 +83,9 @@ class BaseRule:
             raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
         self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
-        (still, self.keeps), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        (still, kept), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        self.keeps = set(kept)
+        self.shaped_apart = {k for k, v in kept.items() if isinstance(v, Tensor) and v.shape != still.shape}
         self.counts = "step" in self.keeps
         self.elementwise = torch.allclose(still, trial(partial(self.make, **quiet), 0.0, apart=True)[0], atol=1e-14)
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
@@ -113,37 +115,41 @@ def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
     return {name: value for name, value in wanted.items() if value is not None and name in known}
 
 
-def trial(make: Callable[..., Optimizer], start: float, apart: bool = False) -> tuple[Tensor, set[str]]:
-    """How far a rule moves a small matrix that starts at `start` in two steps, and the names of what it keeps.
+def trial(make: Callable[..., Optimizer], start: float, apart: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    """How far a rule moves a small matrix that starts at `start` in two steps, and what it keeps.
 
     With `apart` each element is a matrix of its own.
     """
-    shape = (4, 1, 1) if apart else (1, 2, 2)
+    shape = (6, 1, 1) if apart else (1, 2, 3)
     params = [nn.Parameter(p) for p in torch.full(shape, start, dtype=torch.float64)]
     optimizer = make(params)
-    for grad in ([[1.0, -2.0], [0.5, 3.0]], [[-1.0, 1.0], [2.0, 0.1]]):
+    for grad in ([[1.0, -2.0, 0.3], [0.5, 3.0, -1.0]], [[-1.0, 1.0, 0.7], [2.0, 0.1, -0.4]]):
         for p, g in zip(params, torch.tensor(grad, dtype=torch.float64).view(shape), strict=True):
             p.grad = g.clone()
         optimizer.step()
-    return torch.stack([p.detach() for p in params]).view(2, 2) - start, set(optimizer.state[params[0]])
+    return torch.stack([p.detach() for p in params]).view(2, 3) - start, dict(optimizer.state[params[0]])
 
 
 def steps_of(
-    base: BaseRule, proxies: Sequence[Proxy], state: dict[Tensor, dict[str, Any]], *, own_options: bool
+    base: BaseRule,
+    proxies: Sequence[Proxy],
+    state: dict[Tensor, dict[str, Any]],
+    *,
+    own_options: bool,
+    foreign: Set[str] = frozenset(),
 ) -> list[Tensor]:
     """What one step of the rule does to each proxy, stepsize and sign included.
 
-    The rule's memory lives in `state`; its options in the proxies' groups, or, with `own_options`, as it was made. The
-    instance holds nothing between steps, so checkpoints, schedulers and surgery on groups need no second thought.
+    The rule's memory lives in `state`, where `foreign` names are another rule's; its options in the proxies' groups,
+    or, with `own_options`, as it was made. The instance holds nothing between steps, so checkpoints, schedulers and
+    surgery on groups need no second thought.
     """
     stand_ins, rule = [], base.instance
     rule.state, rule.param_groups = defaultdict(dict), []
     for proxy in proxies:
         q = nn.Parameter(torch.zeros_like(proxy.grad))
         q.grad = proxy.grad
-        mine = {k: v for k, v in state[proxy.p].items() if k not in OURS and (base.counts or k != "step")}
-        kept = {k: proxy.shown(v) for k, v in mine.items()}
-        rule.state[q] = kept or base.first_state(q)
+        rule.state[q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(q)
         options = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
         if own_options:  # but capture is a matter of the device, where torch's rules know it on the GPU alone
             captured = options.get("capturable") and q.is_cuda and "capturable" in rule.defaults
@@ -162,6 +168,37 @@ def steps_of(
     return [
         step * proxy.lr if isinstance(proxy.lr, Tensor) else step for proxy, step in zip(proxies, steps, strict=True)
     ]
+
+
+def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
+    """What the rule has kept of a proxy, as it is to see it.
+
+    Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of
+    another shape, is dropped; a matrix with more or fewer biases than before keeps what it can.
+    """
+    mine = {k: proxy.shown(v) for k, v in state.items() if k not in OURS and (base.counts or k != "step")}
+    own, shape = base.keeps - {"step"}, proxy.grad.shape
+    like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
+    others = foreign & mine.keys() or (own and not own & mine.keys())
+    if others or not all(v.shape == shape or same_rows(v.shape, shape) for v in like.values()):
+        for k in mine:
+            del state[k]
+        return {}
+    return mine | {k: with_columns(v, shape[1]) for k, v in like.items() if v.shape != shape}
+
+
+def same_rows(kept: torch.Size, wanted: torch.Size) -> bool:
+    """Whether both are matrices whose numbers of columns alone may differ."""
+    return len(kept) == len(wanted) == 2 and kept[0] == wanted[0]
+
+
+def with_columns(matrix: Tensor, count: int) -> Tensor:
+    """A matrix cut to its first `count` columns, or filled up with zeros.
+
+    >>> with_columns(torch.ones(1, 2), 3), with_columns(torch.ones(1, 2), 1)
+    (tensor([[1., 1., 0.]]), tensor([[1.]]))
+    """
+    return nn.functional.pad(matrix, (0, count - matrix.shape[1]))
 
 
 def unhooked(rule: Optimizer) -> None:

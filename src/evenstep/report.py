@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import Block
-from .coverage import Coverage, Entry, Row, owners, why_plain
+from .coverage import Coverage, Entry, Row, join, owners, why_plain
 from .stages import Stage
 
 Staged = Iterable[tuple[Block, Stage | None]]
@@ -86,14 +86,19 @@ def unshown(state: dict[str, Any]) -> bool:
 
 
 def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:
-    """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
+    """How often each guard fired since the start, by `layer_name`: share of inputs raised, of units held back."""
     found: dict[str, tuple[float, float]] = {}
     for block, stage in staged:
         if stage is not None and block.entry is not None and not block.alone:
             raised, held, steps = stage.fired.tolist()
             inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
-            found[block.entry.path] = (raised / inputs, held / units)
+            found[layer_name(block.entry)] = (raised / inputs, held / units)
     return found
+
+
+def layer_name(entry: Entry) -> str:
+    """The name of a layer; of a weight, where its layer has several, as an attention has."""
+    return entry.path if len(entry.kind.slots(entry.module)) == 1 else join(entry.path, entry.slot.weight)
 
 
 def unseen_of(staged: Staged, wait: bool) -> str | None:

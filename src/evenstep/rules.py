@@ -43,15 +43,19 @@ def look_ahead(
 
 
 def init_square(state: State, block: Block, p: Tensor, of: str) -> None:
-    """Add to `state` running mean squares for `p`, in float32 or better: one per "weight", per "unit", or "network"."""
-    if "square" not in state:
+    """Add to `state` running mean squares for `p`, in float32 or better: one per "weight", per "unit", or "network".
+
+    Those of other units, as a parameter has inside a layer and outside, are made anew.
+    """
+    spread = of == "unit" and block.over is not WHOLE
+    units = [] if of == "network" else [block.units if spread else block.here]
+    if "square" not in state or state["square"].shape != (p.shape if of == "weight" else torch.Size(units)):
         dtype = accumulation_dtype(p.dtype)
         if of == "weight":
             state["square"] = torch.zeros_like(p, dtype=dtype)
         else:
-            square = torch.zeros([] if of == "network" else [block.here], dtype=dtype, device=p.device)
-            spread = of == "unit" and block.over is not WHOLE
-            state["square"] = shards.placed(square, p, [block.units]) if spread else square
+            square = torch.zeros([block.here] if spread else units, dtype=dtype, device=p.device)
+            state["square"] = shards.placed(square, p, units) if spread else square
         state["square_mass"] = torch.zeros((), dtype=dtype, device=p.device)
 
 

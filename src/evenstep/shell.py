@@ -16,7 +16,7 @@ from .contract import NONFINITE, ModelOptimizer
 from .guards import TRUST_FLOOR
 from .layout import arrange
 from .moments import accumulation_dtype
-from .motion import all_finite, at_rest, displace, follow, gradient, per_bias, rates, step_count
+from .motion import all_finite, at_rest, displace, follow, gradient, per_bias, plain_ratio, rates, step_count
 from .plans import Plan
 from .report import unseen_of
 from .stages import Stage
@@ -25,6 +25,11 @@ from .together import begin
 NO_MODEL = (
     "no model is attached, so all parameters are trained in plain coordinates; give the model as the first argument, "
     "as model=, or call opt.attach(model)."
+)
+
+NO_RATIO = (
+    "plain_lr was given with lr=0, so there is no ratio to keep, and parameters outside layers take lr itself; build "
+    "the optimizer with the lr that is to be reached, and set lr in its groups."
 )
 
 
@@ -67,7 +72,11 @@ class CoordinateOptimizer(ModelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
+        if torch.compiler.is_compiling():
+            ready = self._ready_apart()
+        else:
+            self._follow_plain_lr()
+            ready = self._ready(compiled=False)
         if ready is not None:
             self._step_blocks(*ready)
         if self._collector is not None:
@@ -79,7 +88,19 @@ class CoordinateOptimizer(ModelOptimizer):
         """What compilers leave to the host."""
         if self._collector is not None:
             self._collector.write_held()
+        self._follow_plain_lr()
         return self._ready(compiled=True)
+
+    def _follow_plain_lr(self) -> None:
+        """Take up a group's `plain_lr` that has been set since the last step."""
+        for group in self.param_groups:
+            if "plain_at" not in group:
+                continue
+            ratio = plain_ratio(group["plain_lr"], group["plain_at"])
+            if group.get("plain_ratio") != ratio:
+                group["plain_ratio"] = ratio
+            if group["plain_lr"] and not group["plain_at"] and not at_rest([group]):
+                self._warn("plain_lr", NO_RATIO)
 
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """What moves in this step, with its state, and whether ranks have found their gradients finite.

@@ -144,7 +144,7 @@ class Whitened(CoordinateOptimizer):
         """Which of the block's proxies the plain rule moves, where there is one: what is no matrix of a layer."""
         if block.entry is None:
             return [True]
-        return [False] if block.group["joint"] else [p.dim() < 2 for p in block.parameters]
+        return [False] if joint(block) else [p.dim() < 2 for p in block.parameters]
 
     def _share(self, block: Block) -> float:
         """What the block gets of its group's stepsize: all of it outside whitened layers."""
@@ -157,14 +157,15 @@ class Whitened(CoordinateOptimizer):
         if self._plain is self._base:
             return proxies.steps_of(self._base, shown, self.state, own_options=False)
         results = []
-        for rule, side in ((self._base, False), (self._plain, True)):
-            part = [p for p, o in zip(shown, outside, strict=True) if o is side]
-            results.append(iter(proxies.steps_of(rule, part, self.state, own_options=side) if part else ()))
+        for rule, other, side in ((self._base, self._plain, False), (self._plain, self._base, True)):
+            part, foreign = [p for p, o in zip(shown, outside, strict=True) if o is side], other.keeps - rule.keeps
+            steps = proxies.steps_of(rule, part, self.state, own_options=side, foreign=foreign) if part else []
+            results.append(iter(steps))
         return [next(results[side]) for side in outside]
 
     def _proxies(self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None) -> list[Proxy]:
         """The block's gradient on v as the rule is to see it."""
-        if block.group["joint"] and block.entry is not None:
+        if joint(block):
             grads = [joined(on_weight, on_bias)]
         else:
             grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
@@ -188,9 +189,14 @@ class Whitened(CoordinateOptimizer):
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The rule's step in the core's shapes."""
         wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in steps]
-        if block.group["joint"] and block.entry is not None:
+        if joint(block):
             return parted(wide[0], block)
         return block.matrix(wide[0]), block.stack(wide[1:])
+
+
+def joint(block: Block) -> bool:
+    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
+    return bool(block.group["joint"]) and block.entry is not None and not block.alone
 
 
 def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
