@@ -736,6 +736,65 @@ def test_checkpointing_a_layer_called_twice_changes_no_update(cls, reentrant):
         assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+class Parts(nn.Module):
+    """A body that may be called by itself, with a layer that it uses twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Twice(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def by_parts(model, x):
+    return model.head(model.body(x))
+
+
+def by_method(model, x):
+    return model.forward(x)
+
+
+def recomputed(model, x):
+    return checkpoint(lambda x: by_parts(model, x), x.clone().requires_grad_(), use_reentrant=True)
+
+
+def with_a_part_in_eval(model, x):
+    model.eval()
+    model.head.train()
+    return model(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*saw no input")  # of the part in eval mode
+@pytest.mark.parametrize("call", [by_parts, by_method, recomputed, with_a_part_in_eval])
+def test_calls_outside_of_an_announced_forward_count_their_examples(call):
+    """Whether or not the whole model was called before: in an earlier step, or in this one."""
+    model, x = Parts(), torch.randn(16, 3)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    step(optimizer, model(x).square().mean())
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 2
+    for _ in range(2):
+        step(optimizer, call(model, x).square().mean())
+        assert optimizer.state[model.head.weight]["sharing"] == 1
+        if model.body.training:
+            assert optimizer.state[model.body.layer.weight]["sharing"] == 1
+    model.train()
+    loss = model(x).square().mean()
+    step(optimizer, loss + by_parts(model, x).square().mean())
+    assert optimizer.state[model.head.weight]["sharing"] == 1
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 4 / 3  # the whole model counts once, its part twice
+
+
+def test_a_forward_that_fails_is_over():
+    model, x = Parts(), torch.randn(16, 3)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    with pytest.raises(TypeError):
+        model(None)
+    step(optimizer, by_parts(model, x).square().mean())
+    assert optimizer.state[model.head.weight]["sharing"] == 1
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 1
+
+
 def test_checkpointing_one_of_two_calls_changes_no_update():
     """A layer used outside and inside a reentrant checkpoint: both calls count."""
 

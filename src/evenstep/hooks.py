@@ -16,9 +16,9 @@ from . import shards
 from .coverage import Entry
 from .layers import SHAPED, LayerKind, shown
 from .moments import sum_about
-from .stages import Glance, Stage, glance
+from .stages import Forwards, Glance, Stage, glance, graph_task
 
-graph_task, transforms = torch._C._current_graph_task_id, torch._C._functorch.peek_interpreter_stack
+transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
@@ -145,9 +145,9 @@ class Watch:
 class Announce(Watch):
     """The model's own pre-hook: a new forward begins, so a layer's next call shows new examples."""
 
-    def __init__(self, clocks: dict[torch.device, Tensor]) -> None:
-        """The clocks of the model's stages."""
-        self.clocks, self.ticks = clocks, 0
+    def __init__(self, forwards: Forwards) -> None:
+        """The forwards that the model's stages know."""
+        self.forwards, self.ticks = forwards, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
@@ -156,12 +156,29 @@ class Announce(Watch):
             return
         if eager:
             self.ticks = (self.ticks + 1) % 2**20
-        for clock in self.clocks.values():
+        self.forwards.running = self.forwards.announced = True
+        for clock in self.forwards.clocks.values():
             if eager and clock.is_cpu:
                 clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
             else:
                 with torch.no_grad():
                     clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
+
+
+class Conclude(Watch):
+    """The model's own hook: its forward is over, so what is called from now on is no part of it."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        """The forwards that the model's stages know."""
+        self.forwards = forwards
+
+    def __call__(self, *given: Any) -> None:
+        """Tell the stages, if they have been told that it runs: forwards that do not train have no effect.
+
+        The output stays in `given`: as a name it would be looked at by a compiler, gradient and all.
+        """
+        if self.forwards.running:
+            self.forwards.running = False
 
 
 class Inert:
@@ -189,7 +206,7 @@ class Collector:
         """
         self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
         self.entries = list(entries)
-        self.clocks: dict[torch.device, Tensor] = {}
+        self.forwards = Forwards()
         self.stages = {entry.name: self._stage(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
@@ -201,7 +218,7 @@ class Collector:
             entry.weight,
             stuffed=entry.kind.stuffed,
             limit=limit,
-            clocks=self.clocks,
+            forwards=self.forwards,
         )
 
     def _stage_of(self, entry: Entry | None) -> Stage | None:
@@ -223,8 +240,9 @@ class Collector:
             watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
         if self.stages:
-            announce = Announce(self.clocks)
+            announce, conclude = Announce(self.forwards), Conclude(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
+            self._handles.append(self.model.register_forward_hook(conclude, always_call=True))
         weakref.finalize(owner, remove, self._handles)
 
     def detach(self) -> None:
@@ -255,6 +273,7 @@ class Collector:
             for stage in self.stages.values():
                 stage.emptied()
         self.traffic.rows = self.traffic.empty = False
+        self.forwards.running = self.forwards.announced = False
 
 
 def remove(handles: list[RemovableHandle]) -> None:
