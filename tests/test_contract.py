@@ -487,6 +487,35 @@ def test_an_empty_batch_does_nothing(case):
     assert_same_state(state, snapshot(optimizer))
 
 
+class Masked(nn.Module):
+    """An embedding, and a head for some of what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, at):
+        x = self.table.weight
+        return x.square().mean() + self.head(x[at]).square().sum()
+
+
+@pytest.mark.feature("empty batches")
+@every_optimizer
+@pytest.mark.parametrize("first", [True, False])
+def test_what_has_a_gradient_moves_beside_layers_that_saw_an_empty_batch(case, first):
+    model = Masked()
+    optimizer = case.build(model)
+    for at in ([] if first else [[0, 1, 2]]) + [[], [], [3, 4]]:
+        before = weights(model)
+        optimizer.zero_grad()
+        model(torch.tensor(at, dtype=torch.int64)).backward()
+        optimizer.step()
+        table, *head = (not torch.equal(p, q) for p, q in zip(before, weights(model), strict=True))
+        assert table
+        if case.cls is not evenstep.BlockNaturalSGD:  # it watches no forward
+            assert head == [bool(at)] * 2
+
+
 @every_optimizer
 @pytest.mark.parametrize("damping", [0.0, 0.1])
 def test_an_input_that_never_varies_gives_a_finite_step(case, damping):
