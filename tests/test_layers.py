@@ -113,6 +113,40 @@ def test_called_by_keyword():
     assert torch.equal(layer.weight, twin.weight)
 
 
+# Inputs that are no plain tensors
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_nested_tensor_is_its_rows(case, layout):
+    """Sequences of one length in a nested tensor are a batch like any other."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double(), randn(2, 5, 3)
+    twin = copy.deepcopy(model)
+    one, two = case.build(model), case.build(twin)
+    for k in range(2):
+        nested = torch.nested.nested_tensor([*(x + k)], layout=layout)
+        step(one, torch.stack(model(nested).unbind()).square().mean())
+        step(two, twin(x + k).square().mean())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_sparse_tensor_shows_its_shape(case, layout):
+    """Without moments the layer moves in coordinates that are scaled alone, and coverage() says so."""
+    model, x = nn.Sequential(nn.Linear(3, 2)).double(), randn(6, 3).relu()
+    optimizer = case.build(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    step(optimizer, model(x.to_sparse(layout=layout)).square().mean())
+    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    state = optimizer.state[model[0].weight]
+    assert state.get("sharing", 1) == 1
+    assert ("sparse tensors show none" in reasons(optimizer)["0.weight"]) == ("mass" in state)
+
+
 # Called several times, or not at all
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import shards
 from .coverage import Entry
-from .layers import SHAPED, LayerKind, shown
+from .layers import SHAPED, LayerKind, rows_of, shown
 from .moments import sum_about
 from .stages import Forwards, Glance, Stage, glance, graph_task
 
@@ -22,8 +22,8 @@ transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
-    """Add Σ ĝ² over all but the units, which lie along `dim`."""
-    total.add_(sum_about(grad.detach(), total.new_zeros(()), dim)[1])
+    """Add Σ ĝ² over all but the units, which lie along `dim`, counted from the last."""
+    total.add_(sum_about(rows_of(grad.detach()), total.new_zeros(()), dim)[1])
 
 
 class ShownGradient(torch.autograd.Function):
@@ -98,7 +98,7 @@ class Watch:
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
         x, stage = args[0] if args else shown(args, kwargs), self.stages[0]
-        if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
         known = self.glances.get(key)
@@ -122,10 +122,10 @@ class Watch:
         stage = self.stages[0]
         if not self.gradients or stage is None or not stage.units or not output.requires_grad:
             return None
-        dim = self.kind.units_dim(output)
-        if output.shape[dim] != stage.units or shards.sharded(output):
+        dim = self.kind.units_dim(output) - output.dim()
+        if output.size(dim) != stage.units or shards.sharded(output):
             raise RuntimeError(
-                f"canonical coordinates need the whole output of a layer; got {output.shape[dim]} of {stage.units} "
+                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {stage.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
         if torch.compiler.is_compiling():

@@ -67,8 +67,12 @@ class LayerKind:
     ) -> Sequence[Look | None]:
         """What a call shows, one entry per slot; None for a slot that this call does not show."""
         x = shown(args, kwargs)
+        if x.is_nested:
+            rows = rows_of(x)
+            return [Look(rows, 1, x.size(0), len(rows))]
         examples = x.shape[batch_dim if x.dim() == 3 else 0] if x.dim() > 1 else 1
-        return [Look(x, x.dim() - 1, examples, x.numel() // max(1, x.shape[-1]))]
+        look = Look(x, x.dim() - 1, examples, x.numel() // max(1, x.shape[-1]))
+        return [look if x.layout is torch.strided else look._replace(x=None)]
 
 
 class TransposedKind(LayerKind):
@@ -224,6 +228,11 @@ def shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The first argument of a call, by whatever name it is given."""
     first: Tensor = args[0] if args else next(iter(kwargs.values()))
     return first
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The rows of a nested tensor end to end; any other tensor as it is."""
+    return x.values().reshape(-1, x.size(-1)) if x.is_nested else x
 
 
 def check_layout(path: str, module: nn.Module, kind: LayerKind, weight: Tensor) -> None:
