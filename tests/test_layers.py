@@ -113,7 +113,21 @@ def test_called_by_keyword():
     assert torch.equal(layer.weight, twin.weight)
 
 
-# Inputs that are no plain tensors
+# Inputs that are no plain tensors, or have no width
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.parametrize("lone", [True, False])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_layer_without_inputs_trains_its_bias(case, lone):
+    model = nn.Sequential(*([] if lone else [nn.Linear(3, 0)]), nn.Linear(0, 2))
+    optimizer, x = case.build(model), torch.randn(5, 0 if lone else 3)
+    nn.init.ones_(model[-1].bias)
+    for _ in range(3):
+        before = model[-1].bias.detach().clone()
+        step(optimizer, (model(x) - 3).square().mean())
+        assert (model[-1].bias > before).all() and model[-1].bias.isfinite().all()
+    assert optimizer.state[model[-1].weight].get("sharing", 1) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

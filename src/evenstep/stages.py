@@ -245,7 +245,7 @@ class Stage:
 
     def see(self, look: Look) -> None:
         """Add one call. Repeated calls within one forward of the model show the same examples again."""
-        x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
+        x = None if look.x is None or not self.inputs else thinned(look.x.detach(), look.dim, self.limit)
         if not torch.compiler.is_compiling():
             self.see_like(x, glance(x, look))
             return
