@@ -113,6 +113,14 @@ def test_called_by_keyword():
     assert torch.equal(layer.weight, twin.weight)
 
 
+def test_keywords_come_in_any_order():
+    model = nn.ConvTranspose2d(2, 3, 2, stride=2)
+    twin, x = copy.deepcopy(model), torch.randn(2, 2, 4, 4)
+    step(evenstep.EvenStep(model), model(output_size=[9, 9], input=x).square().mean())
+    step(evenstep.EvenStep(twin), twin(x, output_size=[9, 9]).square().mean())
+    assert torch.equal(model.weight, twin.weight)
+
+
 # Inputs that are no plain tensors, or have no width
 
 

@@ -225,8 +225,8 @@ def overrides_forward(module: nn.Module) -> bool:
 
 
 def shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The first argument of a call, by whatever name it is given."""
-    first: Tensor = args[0] if args else next(iter(kwargs.values()))
+    """The input of a call: its first argument, the one named so, or the first by any other name."""
+    first: Tensor = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     return first
 
 
