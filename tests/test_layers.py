@@ -851,6 +851,20 @@ def test_a_forward_that_fails_is_over():
     assert optimizer.state[model.body.layer.weight]["sharing"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
+def test_a_model_in_training_can_be_traced(cls):
+    """The trace has the layers' operations alone, and is not counted."""
+    model, x = network().float(), torch.randn(5, *some_batches()[0][0].shape[1:])
+    plain = torch.jit.trace(copy.deepcopy(model), x)
+    optimizer = cls(model)
+    traced = torch.jit.trace(model, x)
+    found, expected = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in (traced, plain))
+    assert found == expected
+    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert_close(traced(x), model(x))
+
+
 def test_checkpointing_one_of_two_calls_changes_no_update():
     """A layer used outside and inside a reentrant checkpoint: both calls count."""
 

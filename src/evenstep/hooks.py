@@ -18,7 +18,7 @@ from .layers import SHAPED, LayerKind, rows_of, shown
 from .moments import sum_about
 from .stages import Forwards, Glance, Stage, glance, graph_task
 
-transforms = torch._C._functorch.peek_interpreter_stack
+transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
@@ -70,7 +70,7 @@ class Watch:
         self.shaped = inputs and not gradients and type(kind) in SHAPED  # whether shapes tell all but the numbers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run.
+        """Count training forwards alone: not eval(), no_grad, inference_mode, transforms, traces, nor a second run.
 
         A layer that is frozen is not looked at; it may thaw at any time.
 
@@ -303,5 +303,5 @@ def recomputing() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a `torch.func` transform is active in eager code: what passes then is not a tensor we could keep."""
-    return transforms() is not None
+    """Whether `torch.func`, whose tensors we could not keep, or `torch.jit.trace` runs this eager code."""
+    return transforms() is not None or tracing() is not None
