@@ -224,6 +224,27 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
     assert sorted(changed) == sorted([(), *[shape for n in (2, 4, 4, 72) for shape in ((1, 2, n), (n,), (4,), ())]])
 
 
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("whole", [True, False], ids=["model compiled", "model eager"])
+@pytest.mark.parametrize("part", [True, False], ids=["part compiled", "part eager"])
+def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
+    """Beside calls of the whole model, in which a layer called twice counts once."""
+    torch._dynamo.reset()
+    model, x = Chain(Twice(), nn.Linear(3, 3)), torch.randn(16, 6)
+    optimizer = evenstep.WhitenedSGD(model)
+    forward, body = (
+        torch.compile(m, fullgraph=True, backend="eager") if compiled else m
+        for m, compiled in ((model, whole), (model.layers[0], part))
+    )
+    for k in range(4):
+        optimizer.zero_grad()
+        y = forward(x) if k % 2 == 0 else model.layers[1](body(x))
+        y.square().mean().backward()
+        optimizer.step()
+        shared = [optimizer.state[m.weight]["sharing"] for m in (model.layers[0].inner, model.layers[1])]
+        assert shared == [1 if k % 2 else 2, 1]
+
+
 def in_place(model):
     model.compile(fullgraph=True, backend="eager")
     return model

@@ -470,14 +470,14 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
     optimizer = evenstep.WhitenedSGD(model)
-    assert hooks() == 4
+    assert hooks() == 5
     optimizer.detach()
     assert hooks() == 0
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert hooks() == 0
     optimizer.attach(model)
     optimizer.attach(model)
-    assert hooks() == 4
+    assert hooks() == 5
     del optimizer
     gc.collect()
     assert hooks() == 0
@@ -605,6 +605,35 @@ def test_an_empty_batch_does_nothing(case):
     optimizer.step()
     assert_same(before, weights(model))
     assert_same_state(state, snapshot(optimizer))
+
+
+class Masked(nn.Module):
+    """An embedding, and a head for some of what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, at):
+        x = self.table.weight
+        return x.square().mean() + self.head(x[at]).square().sum()
+
+
+@pytest.mark.feature("empty batches")
+@every_optimizer
+@pytest.mark.parametrize("first", [True, False])
+def test_what_has_a_gradient_moves_beside_layers_that_saw_an_empty_batch(case, first):
+    model = Masked()
+    optimizer = case.build(model)
+    for at in ([] if first else [[0, 1, 2]]) + [[], [], [3, 4]]:
+        before = weights(model)
+        optimizer.zero_grad()
+        model(torch.tensor(at, dtype=torch.int64)).backward()
+        optimizer.step()
+        table, *head = (not torch.equal(p, q) for p, q in zip(before, weights(model), strict=True))
+        assert table
+        if case.cls is not evenstep.BlockNaturalSGD:  # it watches no forward
+            assert head == [bool(at)] * 2
 
 
 @every_optimizer

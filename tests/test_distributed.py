@@ -121,7 +121,7 @@ def nan_on_one_rank(case):
 
 
 def one_rank_without_rows(case):
-    """In the first step and in a later one; then neither has any, and nothing moves."""
+    """In the first step and in a later one; then neither has any, and nothing moves but what one rank's loss pulls."""
     model = Net()
     optimizer = case.build(model)
     ddp = DistributedDataParallel(model)
@@ -137,6 +137,12 @@ def one_rank_without_rows(case):
     optimizer.step()
     moved = not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert moved == (case.cls is evenstep.BlockNaturalSGD and bool(case.keywords.get("momentum")))
+    scale = model.norm.weight.detach().clone()
+    optimizer.zero_grad()
+    (ddp(x[:0]).sum() + ranks.rank() * model.norm.weight.square().sum()).backward()
+    optimizer.step()
+    assert same_everywhere(model, optimizer)
+    assert not torch.equal(model.norm.weight, scale)
     return True
 
 

@@ -81,6 +81,11 @@ for shape, dim, limit in CASES:
         torch.testing.assert_close(first, 2 * away.sum(0), rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(second, 2 * away.square().sum(0), rtol=1e-4, atol=1e-3)
         assert stage._tally.tolist() == [2 * len(away), 0, 2 * known.look.applied, 2 * shape[0]]
+        stage._clock.fill_(1.5)
+        for running in (True, True, False, False):  # calls of a forward count their examples once, others always
+            stage.forwards.running = running
+            moments.add(rows, known.look, stage, known.calls)
+        assert stage._tally[3] == 5 * shape[0]
 """
 
 

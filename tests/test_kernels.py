@@ -190,11 +190,13 @@ def test_moments_kernel_against_float64(shape, dim, dtype, layout):
 
 
 @pytest.mark.gpu
-def test_moments_kernel_counts_examples_once_per_announced_forward():
-    model = nn.Sequential(nn.Linear(4, 4)).cuda()
+def test_moments_kernel_counts_examples_once_per_announced_forward_and_in_every_call_outside():
+    layer = nn.Linear(4, 4).cuda()
+    model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    model(torch.randn(8, 4, device="cuda"))
-    model(torch.randn(8, 4, device="cuda"))
-    model[0](torch.randn(8, 4, device="cuda"))
     (stage,) = optimizer._collector.stages.values()
-    assert stage.examples.item() == 16 and stage.applied.item() == 24
+    model(torch.randn(8, 4, device="cuda"))
+    model(torch.randn(8, 4, device="cuda"))
+    assert stage.examples.item() == 16 and stage.applied.item() == 32
+    layer(layer(torch.randn(8, 4, device="cuda")))
+    assert stage.examples.item() == 32 and stage.applied.item() == 48

@@ -113,6 +113,62 @@ def test_called_by_keyword():
     assert torch.equal(layer.weight, twin.weight)
 
 
+def test_keywords_come_in_any_order():
+    model = nn.ConvTranspose2d(2, 3, 2, stride=2)
+    twin, x = copy.deepcopy(model), torch.randn(2, 2, 4, 4)
+    step(evenstep.EvenStep(model), model(output_size=[9, 9], input=x).square().mean())
+    step(evenstep.EvenStep(twin), twin(x, output_size=[9, 9]).square().mean())
+    assert torch.equal(model.weight, twin.weight)
+
+
+# Inputs that are no plain tensors, or have no width
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.parametrize("lone", [True, False])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_layer_without_inputs_trains_its_bias(case, lone):
+    model = nn.Sequential(*([] if lone else [nn.Linear(3, 0)]), nn.Linear(0, 2))
+    optimizer, x = case.build(model), torch.randn(5, 0 if lone else 3)
+    nn.init.ones_(model[-1].bias)
+    for _ in range(3):
+        before = model[-1].bias.detach().clone()
+        step(optimizer, (model(x) - 3).square().mean())
+        assert (model[-1].bias > before).all() and model[-1].bias.isfinite().all()
+    assert optimizer.state[model[-1].weight].get("sharing", 1) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_nested_tensor_is_its_rows(case, layout):
+    """Sequences of one length in a nested tensor are a batch like any other."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double(), randn(2, 5, 3)
+    twin = copy.deepcopy(model)
+    one, two = case.build(model), case.build(twin)
+    for k in range(2):
+        nested = torch.nested.nested_tensor([*(x + k)], layout=layout)
+        step(one, torch.stack(model(nested).unbind()).square().mean())
+        step(two, twin(x + k).square().mean())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_sparse_tensor_shows_its_shape(case, layout):
+    """Without moments the layer moves in coordinates that are scaled alone, and coverage() says so."""
+    model, x = nn.Sequential(nn.Linear(3, 2)).double(), randn(6, 3).relu()
+    optimizer = case.build(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    step(optimizer, model(x.to_sparse(layout=layout)).square().mean())
+    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    state = optimizer.state[model[0].weight]
+    assert state.get("sharing", 1) == 1
+    assert ("sparse tensors show none" in reasons(optimizer)["0.weight"]) == ("mass" in state)
+
+
 # Called several times, or not at all
 
 
@@ -734,6 +790,79 @@ def test_checkpointing_a_layer_called_twice_changes_no_update(cls, reentrant):
         assert optimizer.state[inner.layer.weight]["sharing"] == 2
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+class Parts(nn.Module):
+    """A body that may be called by itself, with a layer that it uses twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Twice(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def by_parts(model, x):
+    return model.head(model.body(x))
+
+
+def by_method(model, x):
+    return model.forward(x)
+
+
+def recomputed(model, x):
+    return checkpoint(lambda x: by_parts(model, x), x.clone().requires_grad_(), use_reentrant=True)
+
+
+def with_a_part_in_eval(model, x):
+    model.eval()
+    model.head.train()
+    return model(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*saw no input")  # of the part in eval mode
+@pytest.mark.parametrize("call", [by_parts, by_method, recomputed, with_a_part_in_eval])
+def test_calls_outside_of_an_announced_forward_count_their_examples(call):
+    """Whether or not the whole model was called before: in an earlier step, or in this one."""
+    model, x = Parts(), torch.randn(16, 3)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    step(optimizer, model(x).square().mean())
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 2
+    for _ in range(2):
+        step(optimizer, call(model, x).square().mean())
+        assert optimizer.state[model.head.weight]["sharing"] == 1
+        if model.body.training:
+            assert optimizer.state[model.body.layer.weight]["sharing"] == 1
+    model.train()
+    loss = model(x).square().mean()
+    step(optimizer, loss + by_parts(model, x).square().mean())
+    assert optimizer.state[model.head.weight]["sharing"] == 1
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 4 / 3  # the whole model counts once, its part twice
+
+
+def test_a_forward_that_fails_is_over():
+    model, x = Parts(), torch.randn(16, 3)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    with pytest.raises(TypeError):
+        model(None)
+    step(optimizer, by_parts(model, x).square().mean())
+    assert optimizer.state[model.head.weight]["sharing"] == 1
+    assert optimizer.state[model.body.layer.weight]["sharing"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
+def test_a_model_in_training_can_be_traced(cls):
+    """The trace has the layers' operations alone, and is not counted."""
+    model, x = network().float(), torch.randn(5, *some_batches()[0][0].shape[1:])
+    plain = torch.jit.trace(copy.deepcopy(model), x)
+    optimizer = cls(model)
+    traced = torch.jit.trace(model, x)
+    found, expected = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in (traced, plain))
+    assert found == expected
+    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert_close(traced(x), model(x))
 
 
 def test_checkpointing_one_of_two_calls_changes_no_update():

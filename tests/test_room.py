@@ -81,14 +81,16 @@ def test_what_is_asked_for_can_be_asked_for_again():
     assert stage.applied == stage.rows == stage.examples == 8
 
 
-def test_examples_are_counted_once_per_announced_forward():
-    model = nn.Sequential(nn.Linear(4, 4))
+def test_examples_are_counted_once_per_announced_forward_and_in_every_call_outside():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    model(torch.randn(8, 4))
-    model(torch.randn(8, 4))
-    model[0](torch.randn(8, 4))
     (stage,) = optimizer._collector.stages.values()
-    assert stage.examples.item() == 16 and stage.applied.item() == 24
+    model(torch.randn(8, 4))
+    model(torch.randn(8, 4))
+    assert stage.examples.item() == 16 and stage.applied.item() == 32
+    layer(layer(torch.randn(8, 4)))
+    assert stage.examples.item() == 32 and stage.applied.item() == 48
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -88,11 +88,11 @@ class Block:
 
     @property
     def fan_in(self) -> int:
-        """n of §3.5, with the kernel's area."""
+        """n of §3.5, with the kernel's area; 1 for a layer without inputs, whose biases train."""
         if self.entry is None:
             return 1
         *_, inputs, kernel = self._layer(shards.local(self.entry.weight)).shape
-        return inputs * kernel
+        return max(1, inputs * kernel)
 
     @property
     def units(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .moments import Sums, recentre
-from .motion import all_finite
+from .motion import all_finite, gradient
 from .stages import Stage
 
 CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
@@ -129,6 +129,17 @@ def put(part: Part, totals: Sequence[Tensor]) -> None:
         put_sums(stage, totals[1])
     if stage.units:
         stage.g2.copy_(totals[-1] / stage.examples.clamp(min=1) ** 2 if part.reduction == "mean" else totals[-1])
+
+
+def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
+    """The ids of parameters whose gradient is not zero, here or on any of `ranks` (reads the device)."""
+    found = torch.zeros(len(params), device=params[0].device if params else None)
+    for k, p in enumerate(params):
+        if p.grad is not None:
+            found[k] = gradient(p).any()
+    if ranks is not None:
+        dist.all_reduce(found, group=ranks)
+    return {id(p) for p, number in zip(params, found.tolist(), strict=True) if number}
 
 
 def put_sums(stage: Stage, sums: Tensor) -> None:

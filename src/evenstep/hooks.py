@@ -14,16 +14,16 @@ from torch.utils.hooks import RemovableHandle
 
 from . import shards
 from .coverage import Entry
-from .layers import SHAPED, LayerKind, shown
+from .layers import SHAPED, LayerKind, rows_of, shown
 from .moments import sum_about
-from .stages import Glance, Stage, glance
+from .stages import Forwards, Glance, Stage, glance, graph_task
 
-graph_task, transforms = torch._C._current_graph_task_id, torch._C._functorch.peek_interpreter_stack
+transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
-    """Add Σ ĝ² over all but the units, which lie along `dim`."""
-    total.add_(sum_about(grad.detach(), total.new_zeros(()), dim)[1])
+    """Add Σ ĝ² over all but the units, which lie along `dim`, counted from the last."""
+    total.add_(sum_about(rows_of(grad.detach()), total.new_zeros(()), dim)[1])
 
 
 class ShownGradient(torch.autograd.Function):
@@ -70,7 +70,7 @@ class Watch:
         self.shaped = inputs and not gradients and type(kind) in SHAPED  # whether shapes tell all but the numbers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """Count training forwards alone: not eval(), no_grad, inference_mode, `torch.func`, nor a second run.
+        """Count training forwards alone: not eval(), no_grad, inference_mode, transforms, traces, nor a second run.
 
         A layer that is frozen is not looked at; it may thaw at any time.
 
@@ -98,7 +98,7 @@ class Watch:
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
         x, stage = args[0] if args else shown(args, kwargs), self.stages[0]
-        if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
         known = self.glances.get(key)
@@ -122,10 +122,10 @@ class Watch:
         stage = self.stages[0]
         if not self.gradients or stage is None or not stage.units or not output.requires_grad:
             return None
-        dim = self.kind.units_dim(output)
-        if output.shape[dim] != stage.units or shards.sharded(output):
+        dim = self.kind.units_dim(output) - output.dim()
+        if output.size(dim) != stage.units or shards.sharded(output):
             raise RuntimeError(
-                f"canonical coordinates need the whole output of a layer; got {output.shape[dim]} of {stage.units} "
+                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {stage.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
         if torch.compiler.is_compiling():
@@ -145,9 +145,9 @@ class Watch:
 class Announce(Watch):
     """The model's own pre-hook: a new forward begins, so a layer's next call shows new examples."""
 
-    def __init__(self, clocks: dict[torch.device, Tensor]) -> None:
-        """The clocks of the model's stages."""
-        self.clocks, self.ticks = clocks, 0
+    def __init__(self, forwards: Forwards) -> None:
+        """The forwards that the model's stages know."""
+        self.forwards, self.ticks = forwards, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
@@ -156,12 +156,29 @@ class Announce(Watch):
             return
         if eager:
             self.ticks = (self.ticks + 1) % 2**20
-        for clock in self.clocks.values():
+        self.forwards.running = self.forwards.announced = True
+        for clock in self.forwards.clocks.values():
             if eager and clock.is_cpu:
                 clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
             else:
                 with torch.no_grad():
                     clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
+
+
+class Conclude(Watch):
+    """The model's own hook: its forward is over, so what is called from now on is no part of it."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        """The forwards that the model's stages know."""
+        self.forwards = forwards
+
+    def __call__(self, *given: Any) -> None:
+        """Tell the stages, if they have been told that it runs: forwards that do not train have no effect.
+
+        The output stays in `given`: as a name it would be looked at by a compiler, gradient and all.
+        """
+        if self.forwards.running:
+            self.forwards.running = False
 
 
 class Inert:
@@ -189,7 +206,7 @@ class Collector:
         """
         self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
         self.entries = list(entries)
-        self.clocks: dict[torch.device, Tensor] = {}
+        self.forwards = Forwards()
         self.stages = {entry.name: self._stage(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
@@ -201,7 +218,7 @@ class Collector:
             entry.weight,
             stuffed=entry.kind.stuffed,
             limit=limit,
-            clocks=self.clocks,
+            forwards=self.forwards,
         )
 
     def _stage_of(self, entry: Entry | None) -> Stage | None:
@@ -223,8 +240,9 @@ class Collector:
             watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
         if self.stages:
-            announce = Announce(self.clocks)
+            announce, conclude = Announce(self.forwards), Conclude(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
+            self._handles.append(self.model.register_forward_hook(conclude, always_call=True))
         weakref.finalize(owner, remove, self._handles)
 
     def detach(self) -> None:
@@ -255,6 +273,7 @@ class Collector:
             for stage in self.stages.values():
                 stage.emptied()
         self.traffic.rows = self.traffic.empty = False
+        self.forwards.running = self.forwards.announced = False
 
 
 def remove(handles: list[RemovableHandle]) -> None:
@@ -284,5 +303,5 @@ def recomputing() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a `torch.func` transform is active in eager code: what passes then is not a tensor we could keep."""
-    return transforms() is not None
+    """Whether `torch.func`, whose tensors we could not keep, or `torch.jit.trace` runs this eager code."""
+    return transforms() is not None or tracing() is not None

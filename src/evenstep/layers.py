@@ -67,8 +67,12 @@ class LayerKind:
     ) -> Sequence[Look | None]:
         """What a call shows, one entry per slot; None for a slot that this call does not show."""
         x = shown(args, kwargs)
+        if x.is_nested:
+            rows = rows_of(x)
+            return [Look(rows, 1, x.size(0), len(rows))]
         examples = x.shape[batch_dim if x.dim() == 3 else 0] if x.dim() > 1 else 1
-        return [Look(x, x.dim() - 1, examples, x.numel() // max(1, x.shape[-1]))]
+        look = Look(x, x.dim() - 1, examples, x.shape[:-1].numel())
+        return [look if x.layout is torch.strided else look._replace(x=None)]
 
 
 class TransposedKind(LayerKind):
@@ -109,7 +113,7 @@ class ConvKind(LayerKind):
         """The sharing count is the number of output positions."""
         x = shown(args, kwargs)
         channels = x.dim() - self.rank - 1
-        applied = output.numel() // max(1, output.shape[channels])
+        applied = output.shape[:channels].numel() * output.shape[channels + 1 :].numel()
         return [Look(x, channels, x.shape[0] if channels else 1, applied)]
 
 
@@ -132,8 +136,8 @@ class ConvTransposeKind(ConvKind):
         """The sharing count is the number of input positions; zeros fill up to the output positions."""
         x = shown(args, kwargs)
         channels = x.dim() - self.rank - 1
-        applied = x.numel() // max(1, x.shape[channels])
-        positions = output.numel() // max(1, output.shape[channels])
+        applied = x.shape[:channels].numel() * x.shape[channels + 1 :].numel()
+        positions = output.shape[:channels].numel() * output.shape[channels + 1 :].numel()
         return [Look(x, channels, x.shape[0] if channels else 1, applied, max(0, positions - applied))]
 
 
@@ -158,7 +162,7 @@ class AttentionKind(LayerKind):
         call = dict(zip(("query", "key", "value")[: len(args)], args[:3], strict=True)) | dict(kwargs)
         query = call["query"]
         examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
-        applied = query.numel() // max(1, query.shape[-1])
+        applied = query.shape[:-1].numel()
         shapes = Look(None, query.dim() - 1, examples, applied)
         own = query if query is call["key"] and query is call["value"] else None
         return [shapes._replace(x=own) if slot.seen else shapes for slot in self.slots(module)]
@@ -221,9 +225,14 @@ def overrides_forward(module: nn.Module) -> bool:
 
 
 def shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The first argument of a call, by whatever name it is given."""
-    first: Tensor = args[0] if args else next(iter(kwargs.values()))
+    """The input of a call: its first argument, the one named so, or the first by any other name."""
+    first: Tensor = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     return first
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The rows of a nested tensor end to end; any other tensor as it is."""
+    return x.values().reshape(-1, x.size(-1)) if x.is_nested else x
 
 
 def check_layout(path: str, module: nn.Module, kind: LayerKind, weight: Tensor) -> None:

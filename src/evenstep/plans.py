@@ -32,6 +32,10 @@ class Plan(NamedTuple):
         """Where it begins; None if nothing moves."""
         return next((lay.device for lay in self.layouts), self.rest[0].weight.device if self.rest else None)
 
+    def one_by_one(self, blocks: list[Block]) -> "Plan":
+        """A plan for some of the blocks alone."""
+        return Plan(self.signature, blocks, [], blocks)
+
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
     """What a plan goes by: made again when parameters, gradients or groups come and go, or lie otherwise in memory."""

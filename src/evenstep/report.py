@@ -71,7 +71,7 @@ def why_treated(block: Block, state: dict[str, Any]) -> str:
     elif block.treatment in ("whitened", "canonical") and not block.biases:
         reasons.append("no bias trains with it: implied bias")
     if unshown(state):
-        reasons.append("no input seen so far (cross-attention shows none): stepsize scaling alone")
+        reasons.append("no input seen so far (cross-attention and sparse tensors show none): stepsize scaling alone")
     if len(entry.places) > 1:
         reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
     if entry.batch_dim == 1 and block.treatment != "plain":

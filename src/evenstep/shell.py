@@ -105,7 +105,7 @@ class CoordinateOptimizer(ModelOptimizer):
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """What moves in this step, with its state, and whether ranks have found their gradients finite.
 
-        None after an empty batch.
+        After an empty batch, what has a gradient that is not zero; None if nothing has.
         """
         first = not self._complete
         if first:
@@ -115,12 +115,13 @@ class CoordinateOptimizer(ModelOptimizer):
         busy = traffic is None or traffic.rows or not traffic.empty
         ranks = distributed.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
-        if ranks is None and not busy:
-            return None
         plan = self._planned(compiled)
         agreed = None if ranks is None else self._pooled(ranks, plan.blocks, busy)
         if not busy and (agreed is None or not agreed.busy > 0):
-            return None
+            pulled = distributed.pulled(ranks, [p for group in self.param_groups for p in group["params"]])
+            plan = plan.one_by_one([b for b in plan.blocks if any(id(p) in pulled for p in b.parameters)])
+            if not plan.blocks:
+                return None
         if compiled or first:
             self._say_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, None if agreed is None else agreed.finite

@@ -13,6 +13,7 @@ from .layers import Look
 from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 
 HELD = 2**18  # numbers beyond which a call is added up at once
+graph_task = torch._C._current_graph_task_id
 
 
 class Glance(NamedTuple):
@@ -33,6 +34,35 @@ def glance(x: Tensor | None, look: Look, limit: int | None = None) -> Glance:
     dim = look.dim % x.dim()
     others = [d for d in range(x.dim()) if d != dim]
     return Glance(look, lattice(x.detach(), dim, limit), others, x.dim() - 1 - dim, {})
+
+
+class Forwards:
+    """The model's forwards as its stages know them: `clocks` number them, one on each device.
+
+    A call outside of them meets a clock that stands at NaN, which no number equals. The host knows whether a forward is
+    `running`, and whether one was `announced` since the last step: a backward pass may then run parts of it, as
+    reentrant checkpointing does.
+    """
+
+    running = False
+    announced = False
+
+    def __init__(self) -> None:
+        """None so far."""
+        self.clocks: dict[torch.device, Tensor] = {}
+        self.standing: dict[torch.device, Tensor] = {}
+
+    def clocks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The clock there, and the one that stands."""
+        clock, standing = (
+            clocks.setdefault(device, torch.full((), torch.nan, device=device))
+            for clocks in (self.clocks, self.standing)
+        )
+        return clock, standing
+
+    def inside(self) -> bool:
+        """Whether a call is part of a forward that was announced."""
+        return self.running or (not torch.compiler.is_compiling() and self.announced and graph_task() != -1)
 
 
 class Held:
@@ -81,9 +111,9 @@ class Stage:
     `slots` holds Σ(x − c) and Σ(x − c)² as [slot, 2, input]: a kernel that works in parallel adds to several slots, so
     that its sums come in the same order in every run. The centre c is the running mean, or the first row seen (NaN:
     none yet). `tally` counts rows, rows of zeros, uses of the weight, and examples. Of a forward that the model
-    announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN where none was announced,
-    which no number equals), `seen` is the last one it was called in. `fired` counts inputs raised, units held back and
-    steps since the start, `last` the same guards' work in the newest step with its largest relative step.
+    announces, a layer's first call alone counts examples: `clock` numbers the forwards (NaN outside of them, which no
+    number equals), `seen` is the one it was last called in. `fired` counts inputs raised, units held back and steps
+    since the start, `last` the same guards' work in the newest step with its largest relative step.
 
     A call is added in one of three ways. On a GPU a kernel does it. On the CPU, where an operation between two layers
     costs more than its arithmetic, calls are `held` until they are asked for: the host knows `slots` and `tally` to be
@@ -99,15 +129,15 @@ class Stage:
         *,
         stuffed: bool = False,
         limit: int | None = None,
-        clocks: dict[torch.device, Tensor] | None = None,
+        forwards: Forwards | None = None,
     ) -> None:
         """Room for `inputs` inputs and the squared gradients of `units` units, from at most `limit` rows a call.
 
-        `clocks` are those of the model, one per device.
+        `forwards` are those of the model.
         """
         dtype, device = accumulation_dtype(like.dtype), like.device
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
-        self.clocks = {} if clocks is None else clocks
+        self.forwards = forwards or Forwards()
         self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
         self._tally = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
@@ -122,7 +152,7 @@ class Stage:
     def _settle_in(self) -> None:
         """What goes by where the tensors are."""
         device = self._tally.device
-        self.clock = self.clocks.setdefault(device, torch.full((), torch.nan, device=device))
+        self._clock, self._standing = self.forwards.clocks_on(device)
         self.centres: dict[int, Tensor] = {}  # the centre, to meet inputs with so many dimensions behind them
         self.empty_at = -1, -1
 
@@ -140,6 +170,11 @@ class Stage:
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self._tally.device
+
+    @property
+    def clock(self) -> Tensor:
+        """The number of the forward that a call is part of."""
+        return self._clock if self.forwards.inside() else self._standing
 
     # what was added up
 
@@ -210,7 +245,7 @@ class Stage:
 
     def see(self, look: Look) -> None:
         """Add one call. Repeated calls within one forward of the model show the same examples again."""
-        x = None if look.x is None else thinned(look.x.detach(), look.dim, self.limit)
+        x = None if look.x is None or not self.inputs else thinned(look.x.detach(), look.dim, self.limit)
         if not torch.compiler.is_compiling():
             self.see_like(x, glance(x, look))
             return
@@ -249,11 +284,12 @@ class Stage:
 
     def _is_new(self) -> bool:
         """Whether this is a layer's first eager call in a forward, as the host knows it."""
-        now = self.clock._version
+        clock = self.clock
+        now = clock._version
         new = not now or now != self.seen_at
         if self.seen._version:  # compiled calls look at the tensors
-            new = self.clock.item() != self.seen.item()
-            self.seen.copy_(self.clock)
+            new = clock.item() != self.seen.item()
+            self.seen.copy_(clock)
         self.seen_at = now
         return new
 
@@ -268,8 +304,9 @@ class Stage:
         for total, count in zip(tally, (rows, look.zeros, look.applied), strict=True):
             if count:
                 total.add_(count)
-        examples.add_(self.seen != self.clock, alpha=look.examples)
-        self.seen.copy_(self.clock)
+        clock = self.clock
+        examples.add_(self.seen != clock, alpha=look.examples)
+        self.seen.copy_(clock)
         if x is not None:
             self._centre_on(x, look.dim)
             for total, found in zip(self._slots[0].unbind(), sum_about(x, self.centre, look.dim), strict=True):
