@@ -392,6 +392,29 @@ def test_a_damaged_checkpoint_is_refused(content, tmp_path, few_images, capsys):
     assert f"{path} is not a checkpoint" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
 
 
+@pytest.mark.parametrize("command", [("train",), SWEEP])
+def test_blank_lines_among_records_do_no_harm(command, tmp_path, few_images):
+    (tmp_path / "records.jsonl").write_bytes(b"\n" + json.dumps({"config": {"name": "x"}}).encode() + b"\n\n")
+    assert call(*command, "--epochs", "1", "--out", tmp_path) == 0
+
+
+@pytest.mark.parametrize("line", [b"nonsense", b"7", b'{"config": {"name": "\xff"}}'])
+@pytest.mark.parametrize("command", [("train",), SWEEP])
+def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path, few_images, capsys):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(line + b"\n")
+    told = refused(capsys, *command, "--epochs", "1", "--out", tmp_path)
+    assert f"{path}, line 1: not a record" in told and told.endswith("; remove that line, or choose another --out")
+    assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_train_mends_a_line_cut_short_and_says_so(tmp_path, few_images, capsys):
+    (tmp_path / "records.jsonl").write_bytes(b'{"config": {"na')
+    assert call("train", "--epochs", "1", "--out", tmp_path) == 0
+    assert "line 1 was not written whole; it was moved to records.jsonl.damaged" in capsys.readouterr().out
+    assert len(records.read(tmp_path / "records.jsonl")) == 1
+
+
 def test_a_run_that_diverges_ends_early(tmp_path, few_images):
     assert call("train", "--method", "sg", "--lr", "1e30", "--epochs", "9", "--out", tmp_path) == 0
     rows = records.read(tmp_path / "records.jsonl")[0]["metrics"]

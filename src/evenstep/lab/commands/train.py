@@ -42,6 +42,7 @@ def main(options: Options) -> int:
     shared.try_out(trial, arrays)
     out = usage.writable_folder(options.out)
     path = out / "records.jsonl"
+    running.check(path, print)
     with running.one_thread(), distributed.joined(device) as mine:
         first = distributed.rank() == 0
         console = Console(quiet=not first)
