@@ -392,6 +392,91 @@ def test_a_damaged_checkpoint_is_refused(content, tmp_path, few_images, capsys):
     assert f"{path} is not a checkpoint" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
 
 
+CHANGES = {
+    "model": lambda saved: saved.pop("model"),
+    "shape": lambda saved: saved["model"].update({"0.weight": torch.zeros(3, 3)}),
+    "optimizer": lambda saved: saved["optimizer"]["param_groups"].clear(),
+    "lr": lambda saved: saved["optimizer"]["param_groups"][0].pop("lr"),
+    "momentum": lambda saved: saved["optimizer"]["state"][0].update(momentum_buffer=torch.zeros(7)),
+    "order": lambda saved: saved.update(order=torch.zeros(3)),
+    "random": lambda saved: saved.update(random="dice"),
+    "rows": lambda saved: saved.update(rows=3),
+    "row": lambda saved: saved["rows"][0].pop("diverged"),
+    "many rows": lambda saved: saved.update(rows=9 * saved["rows"]),
+    "text": lambda saved: saved.update(config="{half"),
+    "list": lambda saved: saved.update(config="[]"),
+    "none": lambda saved: saved.update(config=None),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [*(("sg", change) for change in CHANGES), *(("evenstep", c) for c in CHANGES if c not in ("lr", "momentum"))],
+)
+def test_a_checkpoint_with_something_else_inside_is_refused_and_changes_nothing(method, change, tmp_path):
+    options = {"momentum": 0.9} if method == "sg" else {}
+    trial = Trial(method, 0.05, epochs=2, batch_size=10, options=options)
+    arrays, path = small_arrays(count=10, channels=1), tmp_path / "checkpoint.pt"
+    training = resumable.Training(trial, arrays)
+    training.epoch()
+    saved = training.checkpoint()
+    CHANGES[change](saved)
+    torch.save(saved, path)
+    content = path.read_bytes()
+    fresh = resumable.Training(trial, arrays)
+    before = [p.clone() for p in fresh.model.parameters()]
+    with pytest.raises(usage.UsageError, match=r"is not a checkpoint of this version \(.+\); remove it, or") as told:
+        resumable.go_on(fresh, path)
+    assert "\n" not in str(told.value) and path.read_bytes() == content and fresh.rows == []
+    assert all(torch.equal(p, q) for p, q in zip(fresh.model.parameters(), before, strict=True))
+    assert not fresh.optimizer.state_dict()["state"] or method == "evenstep"
+    fresh.epoch()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_checkpoint(tmp_path, few_images, capsys):
+    (tmp_path / "checkpoint.partial").symlink_to("/dev/full")
+    assert "checkpoint.pt cannot be written (" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_disk_that_fills_up_while_a_record_is_written_is_one_line(tmp_path, few_images, capsys, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    told = refused(capsys, *SWEEP, "--out", tmp_path)
+    assert told == f"evenstep: {tmp_path / 'records.jsonl'}: No space left on device"
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "report.html", "figures"])
+@pytest.mark.parametrize("command", [("train", "--epochs", "1"), SWEEP])
+def test_what_stands_in_the_way_of_a_file_is_one_line(command, name, tmp_path, few_images, capsys):
+    if name == "figures":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    told = refused(capsys, *command, "--out", tmp_path)
+    assert told in [f"evenstep: {tmp_path / name}: {why}" for why in ("Is a directory", "File exists")]
+
+
+def test_only_what_the_system_refuses_is_one_line(monkeypatch):
+    def wrong(arguments):
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(cli, "run", wrong)
+    with pytest.raises(KeyError):
+        cli.main(["demo"])
+
+
+@pytest.mark.parametrize(
+    "command", [("sweep", "--data"), ("train", "--data"), ("report",), ("doctor",), ("demo", "--out")]
+)
+def test_names_that_are_too_long_are_one_line(command, capsys, tmp_path):
+    name = tmp_path / ("x" * 300 + (".py:build" if command[0] == "doctor" else ""))
+    assert "File name too long" in refused(capsys, *command, name)
+
+
 @pytest.mark.parametrize("command", [("train",), SWEEP])
 def test_blank_lines_among_records_do_no_harm(command, tmp_path, few_images):
     (tmp_path / "records.jsonl").write_bytes(b"\n" + json.dumps({"config": {"name": "x"}}).encode() + b"\n\n")
@@ -429,6 +514,15 @@ def test_report_tells_of_faults_and_goes_on(tmp_path, capsys):
     assert call("report", tmp_path) == 0
     told = capsys.readouterr()
     assert "records.jsonl, line 1: not a record" in told.err and told.out == f"Report: {tmp_path / 'report.html'}\n"
+
+
+def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "a.jsonl").mkdir()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "verdicts.json").mkdir()
+    assert call("report", tmp_path) == 0
+    told = capsys.readouterr().err
+    assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
 
 
 def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
