@@ -122,6 +122,8 @@ class Blind(Picky):
         (["reproduce"], "name an experiment to reproduce: fig1, fig2"),
         (["reproduce", "fig9"], "no experiment is called 'fig9'; did you mean 'fig"),
         (["reproduce", "fig1", "shok"], "did you mean 'shock'?"),
+        (["reproduce", "fig1", "--budget", "nan"], "--budget takes seconds, 0 or more; got nan"),
+        (["reproduce", "fig1", "--budget", "-1"], "--budget takes seconds, 0 or more; got -1"),
         (["doctor"], "doctor needs FILE.py:FUNCTION"),
         (["doctor", "--inptu", "3"], "did you mean --input?"),
         (["doctor", "model.py"], "'model.py' has no function in it; give FILE.py:FUNCTION"),
@@ -556,17 +558,17 @@ def instant(monkeypatch):
 
     ends = {"left": [], "raises": None}
 
-    def reproduce_all(names, options, out, device, budget_s, progress):
-        progress("fig1", 0, 1)
+    def reproduce_all(names, options, out, device, budget_s, progress, warn):
+        progress("fig1", 15, 16)
         if options.quick:
-            records.append(out / "fig1.jsonl", {"config": {"name": "fig1", "seed": options.seed}, "metrics": []})
+            records.append(out / "fig1.jsonl", records.make({"experiment": "fig1"}, options.seed, [{}]))
         if ends["raises"] is not None:
             raise ends["raises"]
         return ends["left"]
 
     monkeypatch.setattr(experiments, "EXPERIMENTS", {"fig1": SimpleNamespace(CLAIMS=[Claim()])})
     monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
-    monkeypatch.setattr(reproduction, "write", lambda source, target: [])
+    monkeypatch.setattr(reproduction, "write", lambda source, target, names: [])
     return ends
 
 
@@ -576,6 +578,68 @@ def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, instant, c
     assert "fig1: It works. (§1)\n  held. 1 record\n" in shown
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
     assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_bar_of_reproduce_is_full_when_all_is_done(tmp_path, instant, capsys):
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0 and "16/16" in capsys.readouterr().out
+    instant["left"] = ["fig1"]
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 3 and "15/16" in capsys.readouterr().out
+
+
+FOREIGN = {
+    "half": ('{"config": {"half a rec', "fig2.jsonl, line 1 was not written whole; it was moved to fig2.jsonl.damaged"),
+    "junk": ("nonsense\n", "fig2 is left out: {path}, line 1: not a record"),
+    "no configuration": ("7\n", "fig2 is left out: {path}, line 1: not a record: no configuration in it"),
+    "no options": (
+        json.dumps(records.make({"method": "sg", "lr": 0.1, "data": "x"}, 0, [{"train_loss": 1.0}])) + "\n",
+        "fig2 is left out: {path} holds records that are not of fig2; move it away, or choose another --out",
+    ),
+    "bare": ('{"config": {}}\n', "fig2 is left out: {path} holds records that are not of fig2"),
+    "folder": (None, "fig2 is left out: {path}: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_experiments_damaged_file_stops_no_verdict(kind, tmp_path, capsys):
+    content, message = FOREIGN[kind]
+    path = tmp_path / "fig2.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
+    told = capsys.readouterr()
+    shown = " ".join(told.out.split())
+    assert message.format(path=path) in shown and "fig1: " in shown and "Report: " in shown and not told.err
+    assert (tmp_path / "figures" / "fig1.svg").exists() and (tmp_path / "verdicts.json").exists()
+    if kind == "half":
+        assert (tmp_path / "fig2.jsonl.damaged").read_text() == content + "\n" and path.read_text() == ""
+    elif content is not None:
+        assert path.read_text() == content
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FOREIGN if kind != "half"])
+def test_a_foreign_file_is_refused_where_it_is_asked_for(kind, tmp_path, capsys):
+    content, message = FOREIGN[kind]
+    path = tmp_path / "fig2.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    told = refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
+    assert message.format(path=path).removeprefix("fig2 is left out: ") in told
+    assert not (tmp_path / "fig1.jsonl").exists()
+    assert reproduce.main(["fig1", "fig2", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["verdicts.json", "report.html", "figures", "reproduction.md"])
+def test_what_stands_in_the_way_of_a_reproduction_is_one_line(name, tmp_path, capsys):
+    if name == "figures":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    assert str(tmp_path / name) in refused(capsys, "reproduce", "fig1", "--quick", "--out", tmp_path)
 
 
 @pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])
