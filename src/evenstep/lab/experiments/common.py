@@ -115,13 +115,13 @@ def kept(name: str, out: Path, warn: Callable[[str], None] = warnings.warn) -> l
 
 
 def belongs(record: Record, name: str) -> bool:
-    """Whether a record has what the judges, tables and figures of an experiment read: it, or a trial it may have run."""
+    """Whether a record has what the judges, tables and figures of an experiment read: its own, or a trial."""
     machine, rows, config = record.get("environment"), record.get("metrics"), record["config"]
     if not isinstance(machine, dict) or not {"device", "torch"} <= machine.keys() or "commit" not in record:
         return False
     if not isinstance(record.get("seed"), int) or not isinstance(rows, list) or not rows:
         return False
-    return config.get("experiment") == name or (reading.is_run(record) and TRIAL <= config.keys())
+    return config.get("experiment") == name or (reading.is_run(record) and config.keys() >= TRIAL)
 
 
 def stored(
