@@ -29,8 +29,9 @@ from evenstep.lab import (
     usage,
     user_code,
 )
-from evenstep.lab.commands import COMMANDS, sweep
+from evenstep.lab.commands import COMMANDS, shared, sweep
 from evenstep.lab.commands import reproduce as reproduce_command
+from evenstep.lab.methods import METHODS
 from evenstep.lab.models import paper_cnn
 from evenstep.lab.trial import Trial, run
 from small_images import small_arrays
@@ -151,6 +152,48 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefghij" * 1000)
     told = refused(capsys, "sweep", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
     assert "a text; try --model transformer" in told
+    told = refused(capsys, "demo", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    assert told.endswith("text.txt is a text; images are needed here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--model-options", "classes=3"],
+            "--model paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10",
+        ),
+        (["--model-options", "width=0"], "--model paper_cnn with {'width': 0}: "),
+        (["--model-options", "width=-1"], "--model paper_cnn with {'width': -1}: "),
+        (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
+        (["--options", "betas=[0.9]"], "method adam with {'betas': [0.9]}: "),
+        (["--options", "betas=[0.9, 0.99, 1]"], "method adam with {'betas': [0.9, 0.99, 1]}: "),
+    ],
+)
+@pytest.mark.parametrize("command", [("train", "--method"), ("sweep", "--methods")])
+def test_options_that_cannot_run_are_told_before_anything_runs(
+    command, options, message, capsys, tmp_path, few_images, recwarn
+):
+    before = torch.get_rng_state()
+    assert message in refused(capsys, *command, "adam", *options, "--epochs", "1", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and torch.equal(torch.get_rng_state(), before) and not recwarn.list
+
+
+def test_a_fault_of_ours_is_not_taken_for_the_users(monkeypatch):
+    def wrong(*arguments, **options):
+        raise RuntimeError("a fault of ours")
+
+    arrays = small_arrays(count=10, channels=1)
+    monkeypatch.setitem(shared.MODELS, "paper_cnn", wrong)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        shared.try_out(Trial("sg", 0.1), arrays)
+    with pytest.raises(usage.UsageError, match="a fault of ours"):
+        shared.try_out(Trial("sg", 0.1, model_options={"width": 2}), arrays)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_passes_the_trial_step(method):
+    shared.try_out(Trial(method, METHODS[method].stepsizes[-1]), small_arrays(count=10, channels=1))
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
@@ -525,6 +568,12 @@ def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     assert call("report", tmp_path) == 0
     told = capsys.readouterr().err
     assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
+
+
+def test_a_file_in_place_of_tensorboards_folder_is_told_by_its_flag(tmp_path, capsys):
+    records.append(tmp_path / "records.jsonl", {"config": {"name": "x"}})
+    told = refused(capsys, "report", tmp_path, "--tensorboard", tmp_path / "records.jsonl")
+    assert f"--tensorboard {tmp_path / 'records.jsonl'} cannot be written (File exists)" in told
 
 
 def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):

@@ -39,7 +39,7 @@ def main(options: Options) -> int:
     device = usage.usable_device(options.device)
     arrays = shared.load(options)
     trial = shared.fitted(trial, arrays)
-    shared.try_out(trial, arrays)
+    shared.try_out(trial, arrays, device)
     out = usage.writable_folder(options.out)
     path = out / "records.jsonl"
     running.check(path, print)
