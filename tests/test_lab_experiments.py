@@ -80,7 +80,8 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     assert 0 < len(part) < len(whole)
     with path.open("ab") as file:
         file.write(b'{"config": {"half a rec')
-    EXPERIMENTS[name].run(QUICK, path)
+    with pytest.warns(UserWarning, match="was not written whole; it was moved to"):
+        EXPERIMENTS[name].run(QUICK, path)
     now = finished(path)
     assert now[: len(part)] == part and len(now) == len(whole)
     drop = ("seconds",)
