@@ -29,8 +29,9 @@ from evenstep.lab import (
     usage,
     user_code,
 )
-from evenstep.lab.commands import COMMANDS, sweep
+from evenstep.lab.commands import COMMANDS, shared, sweep
 from evenstep.lab.commands import reproduce as reproduce_command
+from evenstep.lab.methods import METHODS
 from evenstep.lab.models import paper_cnn
 from evenstep.lab.trial import Trial, run
 from small_images import small_arrays
@@ -122,6 +123,8 @@ class Blind(Picky):
         (["reproduce"], "name an experiment to reproduce: fig1, fig2"),
         (["reproduce", "fig9"], "no experiment is called 'fig9'; did you mean 'fig"),
         (["reproduce", "fig1", "shok"], "did you mean 'shock'?"),
+        (["reproduce", "fig1", "--budget", "nan"], "--budget takes seconds, 0 or more; got nan"),
+        (["reproduce", "fig1", "--budget", "-1"], "--budget takes seconds, 0 or more; got -1"),
         (["doctor"], "doctor needs FILE.py:FUNCTION"),
         (["doctor", "--inptu", "3"], "did you mean --input?"),
         (["doctor", "model.py"], "'model.py' has no function in it; give FILE.py:FUNCTION"),
@@ -149,6 +152,48 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefghij" * 1000)
     told = refused(capsys, "sweep", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
     assert "a text; try --model transformer" in told
+    told = refused(capsys, "demo", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    assert told.endswith("text.txt is a text; images are needed here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--model-options", "classes=3"],
+            "--model paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10",
+        ),
+        (["--model-options", "width=0"], "--model paper_cnn with {'width': 0}: "),
+        (["--model-options", "width=-1"], "--model paper_cnn with {'width': -1}: "),
+        (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
+        (["--options", "betas=[0.9]"], "method adam with {'betas': [0.9]}: "),
+        (["--options", "betas=[0.9, 0.99, 1]"], "method adam with {'betas': [0.9, 0.99, 1]}: "),
+    ],
+)
+@pytest.mark.parametrize("command", [("train", "--method"), ("sweep", "--methods")])
+def test_options_that_cannot_run_are_told_before_anything_runs(
+    command, options, message, capsys, tmp_path, few_images, recwarn
+):
+    before = torch.get_rng_state()
+    assert message in refused(capsys, *command, "adam", *options, "--epochs", "1", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and torch.equal(torch.get_rng_state(), before) and not recwarn.list
+
+
+def test_a_fault_of_ours_is_not_taken_for_the_users(monkeypatch):
+    def wrong(*arguments, **options):
+        raise RuntimeError("a fault of ours")
+
+    arrays = small_arrays(count=10, channels=1)
+    monkeypatch.setitem(shared.MODELS, "paper_cnn", wrong)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        shared.try_out(Trial("sg", 0.1), arrays)
+    with pytest.raises(usage.UsageError, match="a fault of ours"):
+        shared.try_out(Trial("sg", 0.1, model_options={"width": 2}), arrays)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_passes_the_trial_step(method):
+    shared.try_out(Trial(method, METHODS[method].stepsizes[-1]), small_arrays(count=10, channels=1))
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
@@ -392,6 +437,114 @@ def test_a_damaged_checkpoint_is_refused(content, tmp_path, few_images, capsys):
     assert f"{path} is not a checkpoint" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
 
 
+CHANGES = {
+    "model": lambda saved: saved.pop("model"),
+    "shape": lambda saved: saved["model"].update({"0.weight": torch.zeros(3, 3)}),
+    "optimizer": lambda saved: saved["optimizer"]["param_groups"].clear(),
+    "lr": lambda saved: saved["optimizer"]["param_groups"][0].pop("lr"),
+    "momentum": lambda saved: saved["optimizer"]["state"][0].update(momentum_buffer=torch.zeros(7)),
+    "order": lambda saved: saved.update(order=torch.zeros(3)),
+    "random": lambda saved: saved.update(random="dice"),
+    "rows": lambda saved: saved.update(rows=3),
+    "row": lambda saved: saved["rows"][0].pop("diverged"),
+    "many rows": lambda saved: saved.update(rows=9 * saved["rows"]),
+    "text": lambda saved: saved.update(config="{half"),
+    "list": lambda saved: saved.update(config="[]"),
+    "none": lambda saved: saved.update(config=None),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [*(("sg", change) for change in CHANGES), *(("evenstep", c) for c in CHANGES if c not in ("lr", "momentum"))],
+)
+def test_a_checkpoint_with_something_else_inside_is_refused_and_changes_nothing(method, change, tmp_path):
+    options = {"momentum": 0.9} if method == "sg" else {}
+    trial = Trial(method, 0.05, epochs=2, batch_size=10, options=options)
+    arrays, path = small_arrays(count=10, channels=1), tmp_path / "checkpoint.pt"
+    training = resumable.Training(trial, arrays)
+    training.epoch()
+    saved = training.checkpoint()
+    CHANGES[change](saved)
+    torch.save(saved, path)
+    content = path.read_bytes()
+    fresh = resumable.Training(trial, arrays)
+    before = [p.clone() for p in fresh.model.parameters()]
+    with pytest.raises(usage.UsageError, match=r"is not a checkpoint of this version \(.+\); remove it, or") as told:
+        resumable.go_on(fresh, path)
+    assert "\n" not in str(told.value) and path.read_bytes() == content and fresh.rows == []
+    assert all(torch.equal(p, q) for p, q in zip(fresh.model.parameters(), before, strict=True))
+    assert not fresh.optimizer.state_dict()["state"] or method == "evenstep"
+    fresh.epoch()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_checkpoint(tmp_path, few_images, capsys):
+    (tmp_path / "checkpoint.partial").symlink_to("/dev/full")
+    assert "checkpoint.pt cannot be written (" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_disk_that_fills_up_while_a_record_is_written_is_one_line(tmp_path, few_images, capsys, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    told = refused(capsys, *SWEEP, "--out", tmp_path)
+    assert told == f"evenstep: {tmp_path / 'records.jsonl'}: No space left on device"
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "report.html", "figures"])
+@pytest.mark.parametrize("command", [("train", "--epochs", "1"), SWEEP])
+def test_what_stands_in_the_way_of_a_file_is_one_line(command, name, tmp_path, few_images, capsys):
+    if name == "figures":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    told = refused(capsys, *command, "--out", tmp_path)
+    assert told in [f"evenstep: {tmp_path / name}: {why}" for why in ("Is a directory", "File exists")]
+
+
+def test_only_what_the_system_refuses_is_one_line(monkeypatch):
+    def wrong(arguments):
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(cli, "run", wrong)
+    with pytest.raises(KeyError):
+        cli.main(["demo"])
+
+
+@pytest.mark.parametrize(
+    "command", [("sweep", "--data"), ("train", "--data"), ("report",), ("doctor",), ("demo", "--out")]
+)
+def test_names_that_are_too_long_are_one_line(command, capsys, tmp_path):
+    name = tmp_path / ("x" * 300 + (".py:build" if command[0] == "doctor" else ""))
+    assert "File name too long" in refused(capsys, *command, name)
+
+
+@pytest.mark.parametrize("command", [("train",), SWEEP])
+def test_blank_lines_among_records_do_no_harm(command, tmp_path, few_images):
+    (tmp_path / "records.jsonl").write_bytes(b"\n" + json.dumps({"config": {"name": "x"}}).encode() + b"\n\n")
+    assert call(*command, "--epochs", "1", "--out", tmp_path) == 0
+
+
+@pytest.mark.parametrize("line", [b"nonsense", b"7", b'{"config": {"name": "\xff"}}'])
+@pytest.mark.parametrize("command", [("train",), SWEEP])
+def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path, few_images, capsys):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(line + b"\n")
+    told = refused(capsys, *command, "--epochs", "1", "--out", tmp_path)
+    assert f"{path}, line 1: not a record" in told and told.endswith("; remove that line, or choose another --out")
+    assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_train_mends_a_line_cut_short_and_says_so(tmp_path, few_images, capsys):
+    (tmp_path / "records.jsonl").write_bytes(b'{"config": {"na')
+    assert call("train", "--epochs", "1", "--out", tmp_path) == 0
+    assert "line 1 was not written whole; it was moved to records.jsonl.damaged" in capsys.readouterr().out
+    assert len(records.read(tmp_path / "records.jsonl")) == 1
+
+
 def test_a_run_that_diverges_ends_early(tmp_path, few_images):
     assert call("train", "--method", "sg", "--lr", "1e30", "--epochs", "9", "--out", tmp_path) == 0
     rows = records.read(tmp_path / "records.jsonl")[0]["metrics"]
@@ -406,6 +559,21 @@ def test_report_tells_of_faults_and_goes_on(tmp_path, capsys):
     assert call("report", tmp_path) == 0
     told = capsys.readouterr()
     assert "records.jsonl, line 1: not a record" in told.err and told.out == f"Report: {tmp_path / 'report.html'}\n"
+
+
+def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "a.jsonl").mkdir()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "verdicts.json").mkdir()
+    assert call("report", tmp_path) == 0
+    told = capsys.readouterr().err
+    assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
+
+
+def test_a_file_in_place_of_tensorboards_folder_is_told_by_its_flag(tmp_path, capsys):
+    records.append(tmp_path / "records.jsonl", {"config": {"name": "x"}})
+    told = refused(capsys, "report", tmp_path, "--tensorboard", tmp_path / "records.jsonl")
+    assert f"--tensorboard {tmp_path / 'records.jsonl'} cannot be written (File exists)" in told
 
 
 def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
@@ -439,17 +607,17 @@ def instant(monkeypatch):
 
     ends = {"left": [], "raises": None}
 
-    def reproduce_all(names, options, out, device, budget_s, progress):
-        progress("fig1", 0, 1)
+    def reproduce_all(names, options, out, device, budget_s, progress, warn):
+        progress("fig1", 15, 16)
         if options.quick:
-            records.append(out / "fig1.jsonl", {"config": {"name": "fig1", "seed": options.seed}, "metrics": []})
+            records.append(out / "fig1.jsonl", records.make({"experiment": "fig1"}, options.seed, [{}]))
         if ends["raises"] is not None:
             raise ends["raises"]
         return ends["left"]
 
     monkeypatch.setattr(experiments, "EXPERIMENTS", {"fig1": SimpleNamespace(CLAIMS=[Claim()])})
     monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
-    monkeypatch.setattr(reproduction, "write", lambda source, target: [])
+    monkeypatch.setattr(reproduction, "write", lambda source, target, names: [])
     return ends
 
 
@@ -459,6 +627,68 @@ def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, instant, c
     assert "fig1: It works. (§1)\n  held. 1 record\n" in shown
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
     assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_bar_of_reproduce_is_full_when_all_is_done(tmp_path, instant, capsys):
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0 and "16/16" in capsys.readouterr().out
+    instant["left"] = ["fig1"]
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 3 and "15/16" in capsys.readouterr().out
+
+
+FOREIGN = {
+    "half": ('{"config": {"half a rec', "fig2.jsonl, line 1 was not written whole; it was moved to fig2.jsonl.damaged"),
+    "junk": ("nonsense\n", "fig2 is left out: {path}, line 1: not a record"),
+    "no configuration": ("7\n", "fig2 is left out: {path}, line 1: not a record: no configuration in it"),
+    "no options": (
+        json.dumps(records.make({"method": "sg", "lr": 0.1, "data": "x"}, 0, [{"train_loss": 1.0}])) + "\n",
+        "fig2 is left out: {path} holds records that are not of fig2; move it away, or choose another --out",
+    ),
+    "bare": ('{"config": {}}\n', "fig2 is left out: {path} holds records that are not of fig2"),
+    "folder": (None, "fig2 is left out: {path}: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_experiments_damaged_file_stops_no_verdict(kind, tmp_path, capsys):
+    content, message = FOREIGN[kind]
+    path = tmp_path / "fig2.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
+    told = capsys.readouterr()
+    shown = " ".join(told.out.split())
+    assert message.format(path=path) in shown and "fig1: " in shown and "Report: " in shown and not told.err
+    assert (tmp_path / "figures" / "fig1.svg").exists() and (tmp_path / "verdicts.json").exists()
+    if kind == "half":
+        assert (tmp_path / "fig2.jsonl.damaged").read_text() == content + "\n" and path.read_text() == ""
+    elif content is not None:
+        assert path.read_text() == content
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FOREIGN if kind != "half"])
+def test_a_foreign_file_is_refused_where_it_is_asked_for(kind, tmp_path, capsys):
+    content, message = FOREIGN[kind]
+    path = tmp_path / "fig2.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    told = refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
+    assert message.format(path=path).removeprefix("fig2 is left out: ") in told
+    assert not (tmp_path / "fig1.jsonl").exists()
+    assert reproduce.main(["fig1", "fig2", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["verdicts.json", "report.html", "figures", "reproduction.md"])
+def test_what_stands_in_the_way_of_a_reproduction_is_one_line(name, tmp_path, capsys):
+    if name == "figures":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    assert str(tmp_path / name) in refused(capsys, "reproduce", "fig1", "--quick", "--out", tmp_path)
 
 
 @pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])

@@ -269,6 +269,7 @@ def test_full_fashion_mnist_holds_the_embedded_images():
         ("train_images_idx3_ubyte", idx_bytes(np.zeros(12, np.uint8)), "3 dimensions; it begins '00000801'"),
         ("train_images_idx3_ubyte", idx_bytes(np.zeros((12, 40, 28), np.uint8)), "at most 32x32 .* got 12x40x28"),
         ("train_images_idx3_ubyte", idx_bytes(np.zeros((0, 28, 28), np.uint8)), "got 0x28x28"),
+        ("train_images_idx3_ubyte", idx_bytes(np.zeros((12, 0, 28), np.uint8)), "got 12x0x28"),
         ("t10k_labels_idx1_ubyte", idx_bytes(np.zeros(4, np.uint8)), "5 labels are needed.* got 4"),
         ("t10k_labels_idx1_ubyte", idx_bytes(np.full(5, 10, np.uint8)), "from 0 to 9; found 10"),
     ],
@@ -505,6 +506,10 @@ def test_both_sets_unpacked_into_one_folder_are_found(tmp_path):
         ("cifar-10-batches-py", "data_batch_1: not a readable pickle"),
         ("broken.tar.gz", "broken.tar.gz: not a readable archive"),
         ("other.zip", "other.zip: not a readable archive"),
+        ("cut.tar.gz", "cut.tar.gz: not a readable archive"),
+        ("spoilt.gz", "spoilt.gz: not a readable archive"),
+        ("renamed", "renamed: not a readable archive"),
+        ("x" * 300, "File name too long"),
         ("half", "train-labels-idx1-ubyte: no such file"),
         ("short.txt", "at least 10,000 characters"),
     ],
@@ -515,6 +520,10 @@ def test_what_cannot_be_loaded_is_one_line_for_the_user(tmp_path, monkeypatch, g
     write_cifar(tmp_path / "cifar-10-batches-py", data_batch_1=b"rubbish")
     (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b rubbish")
     (tmp_path / "other.zip").write_bytes(b"PK rubbish")
+    packed = gzip.compress(np.random.default_rng(0).bytes(5000))
+    (tmp_path / "cut.tar.gz").write_bytes(packed[:200])
+    (tmp_path / "renamed").write_bytes(packed[:200])
+    (tmp_path / "spoilt.gz").write_bytes(packed[:10] + b"\xff" * 100)
     write_idx(tmp_path / "half")
     (tmp_path / "half" / "train-labels-idx1-ubyte.gz").unlink()
     write_text(tmp_path / "short.txt", 50)

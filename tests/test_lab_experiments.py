@@ -80,7 +80,8 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     assert 0 < len(part) < len(whole)
     with path.open("ab") as file:
         file.write(b'{"config": {"half a rec')
-    EXPERIMENTS[name].run(QUICK, path)
+    with pytest.warns(UserWarning, match="was not written whole; it was moved to"):
+        EXPERIMENTS[name].run(QUICK, path)
     now = finished(path)
     assert now[: len(part)] == part and len(now) == len(whole)
     drop = ("seconds",)
@@ -88,6 +89,29 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
         assert one["config"] == other["config"]
         rows = [[{k: v for k, v in row.items() if k not in drop} for row in r["metrics"]] for r in (one, other)]
         assert rows[0] == rows[1]
+
+
+def test_a_record_that_lacks_its_line_end_is_kept_and_said(tmp_path):
+    path = tmp_path / "fig1.jsonl"
+    whole = fig1.run(QUICK, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.warns(UserWarning, match=r"fig1\.jsonl, line 4 had no line end; it was added"):
+        assert finished(path) == whole
+    assert path.read_bytes() == content
+    path.write_bytes(content[:-9])
+    with pytest.warns(UserWarning, match=r"line 4 was not written whole; it was moved to fig1\.jsonl\.damaged"):
+        assert finished(path) == whole[:-1]
+    damaged = tmp_path / "fig1.jsonl.damaged"
+    assert damaged.read_bytes() == content.splitlines()[3][:-8] + b"\n"
+    assert len(fig1.run(QUICK, path)) == 4
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_part_of_an_experiment_can_be_judged_and_drawn(quick, name):
+    experiment, found = EXPERIMENTS[name], finished(quick / f"{name}.jsonl")
+    for part in (found[:1], found[:2], found[:-1], found[1:]):
+        assert experiment.verdict(part).text and experiment.table(part) and experiment.plot(part)
 
 
 def test_l2_borrows_what_figure_2_has_run(quick, tmp_path):
@@ -199,6 +223,8 @@ def test_experiments_are_chosen_by_name():
         (["figg1"], "no experiment 'figg1'; did you mean fig1?"),
         (["fig1", "--out", __file__], "cannot be written"),
         (["fig1", "--device", "nonsense"], "--device nonsense cannot be used here"),
+        (["fig1", "--seed", "-1"], "--seed must be between 0"),
+        (["fig1", "--budget", "nan"], "--budget takes seconds, 0 or more; got nan"),
         (["fig2", "--data", "fashoin"], "did you mean 'fashion'?"),
     ],
 )
@@ -505,6 +531,17 @@ def test_figure_2_right_wants_half_of_the_loss(whitening, held):
 def test_canonical_scaling_must_fail_soon_to_fail_with_little_warning(at, loss, held):
     found = [made_up(fig2.SG, 0.1, 0, 0.9), made_up(fig2.CANONICAL, 1e-4, 0, 0.3), made_up(fig2.CANONICAL, at, 0, loss)]
     assert fig2.canonical(found).held is held
+
+
+@pytest.mark.parametrize("rates", [(1e-4,), (1e-4, 2e-4)])
+def test_canonical_scaling_that_never_trains_failed_at_every_stepsize(rates):
+    found = [made_up(fig2.SG, 0.1, 0, 0.9), *(made_up(fig2.CANONICAL, lr, 0, None) for lr in rates)]
+    held, text = fig2.canonical(found)
+    assert held is False and "1 of 1 seeds failed" in text and text.endswith("It failed at every stepsize tried.")
+    assert tuning.first_failure(found, fig2.CANONICAL) == 1e-4
+    trained = [found[0], made_up(fig2.CANONICAL, 1e-4, 0, 0.3)]
+    assert fig2.canonical(trained).text.endswith("It failed at no stepsize tried.")
+    assert fig2.canonical(found[1:]).held is None
 
 
 def test_scaling_claims_are_about_the_two_sets():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import records, summary
+from evenstep.lab import reading, records, summary
 from evenstep.lab.evaluate import evaluate
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import deep_net, paper_cnn
@@ -129,9 +129,39 @@ def test_records_survive_the_file_with_null_for_nan(tmp_path):
 
 def test_a_broken_record_is_named(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a JSON record"):
+    path.write_text('{"config": {}}\n{"a": \n')
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a record"):
         records.read(path)
+
+
+@pytest.mark.parametrize("line", [b"3", b'{"a": 1}', b'{"config": {"a": "\xff"}}', b"[" * 100_000])
+def test_lines_that_are_no_records_are_refused_by_both_readers(line, tmp_path):
+    path, found = tmp_path / "records.jsonl", reading.Reading()
+    path.write_bytes(b'{"config": {}}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 3: not a record"):
+        records.read(path)
+    reading.read_file(path, "it", found)
+    assert len(found.faults) == 1 and found.faults[0].startswith("it, line 3: not a record")
+    with pytest.raises(ValueError, match="line 3"):
+        records.append(path, {"config": {"a": 1}}, once=True)
+
+
+def test_blank_lines_are_skipped_and_only_a_line_feed_ends_a_record(tmp_path):
+    path, made = tmp_path / "records.jsonl", {"config": {"name": "a\u2028b\x85c"}}
+    path.write_bytes(b"\n" + json.dumps(made, ensure_ascii=False).encode() + b"\r\n \n")
+    found = reading.Reading()
+    reading.read_file(path, "it", found)
+    assert records.read(path) == [made] and found.others == {"it": 1} and not found.faults
+    assert records.append(path, {**made, "again": True}, once=True) == made
+
+
+def test_a_whole_file_is_not_written_to_and_blanks_at_the_end_are_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"config": {}}\n  ')
+    assert records.mend(path) is None and records.read(path) == [{"config": {}}]
+    path.write_text('{"config": {}}\n')
+    monkeypatch.setattr(records, "locked", None)
+    assert records.mend(path) is None
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,6 +1,7 @@
 """The command line: `evenstep` or `python -m evenstep`; without arguments it runs the demo.
 
-Whatever cannot be done is told in one line on stderr and ends with code 2; Ctrl-C ends with 130.
+Whatever cannot be done is told in one line on stderr and ends with code 2, also where the system refuses a file (a full
+disk, a folder in its place); Ctrl-C ends with 130.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from evenstep.lab.commands import COMMANDS
-from evenstep.lab.usage import UsageError, known_name
+from evenstep.lab.usage import UsageError, known_name, of_file
 
 EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
 REWORDED = {
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = run(given or ["demo"])
     except UsageError as error:
         code = _fail(str(error), 2)
+    except OSError as error:
+        code = _fail(of_file(error), 2)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise

@@ -14,15 +14,20 @@ STALE = 60.0  # seconds after which a lock file is taken for one that its owner 
 def locked(path: Path) -> Iterator[IO[bytes]]:
     """The file, made if need be, open for reading and writing, and nobody else in here until it is closed."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags, 0o666), "r+b") as file:
-        try:
-            import fcntl
-        except ImportError:  # not a POSIX system
-            with beside(path):
-                yield file
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)  # goes when the file is closed, or its process ends
-        yield file
+    try:
+        with open(os.open(path, flags, 0o666), "r+b") as file:
+            try:
+                import fcntl
+            except ImportError:  # not a POSIX system
+                with beside(path):
+                    yield file
+                return
+            fcntl.flock(file, fcntl.LOCK_EX)  # goes when the file is closed, or its process ends
+            yield file
+    except OSError as error:
+        if error.filename is None:  # as when the disk is full
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

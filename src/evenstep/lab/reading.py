@@ -1,11 +1,10 @@
 """Records from files that anyone may have written: what is no record is reported, and nothing here is believed."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evenstep.lab import records
 from evenstep.lab.records import Record
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share", "seconds", "steps")
@@ -25,29 +24,26 @@ def read(folder: Path) -> Reading:
     """Every record of every *.jsonl file below `folder`, in the order of their names."""
     found = Reading()
     for path in sorted(folder.rglob("*.jsonl")):
-        read_file(path, path.relative_to(folder).as_posix(), found)
+        name = path.relative_to(folder).as_posix()
+        try:
+            read_file(path, name, found)
+        except OSError as error:  # a folder, a link to nothing, a file of someone else's
+            found.faults.append(clean(f"{name}: cannot be read ({error.strerror or error})"))
     return found
 
 
 def read_file(path: Path, name: str, found: Reading) -> None:
     """Add what a file holds to `found`; `name` is what messages call it."""
-    for number, line in _lines(path):
-        try:
-            record = clean(json.loads(line))
-            if isinstance(record, dict) and is_run(record):
-                found.runs.append(record)
-            elif isinstance(record, dict) and isinstance(record.get("config"), dict):
-                found.others[name] = found.others.get(name, 0) + 1
-            else:
-                raise ValueError("no configuration in it")
-        except (ValueError, RecursionError) as error:
-            found.faults.append(clean(f"{name}, line {number}: not a record: {error}"))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a file that are not blank."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+    with path.open("rb") as file:
+        for number, line in records.lines(file):
+            try:
+                record = clean(records.parse(line))
+                if is_run(record):
+                    found.runs.append(record)
+                else:
+                    found.others[name] = found.others.get(name, 0) + 1
+            except (ValueError, RecursionError) as error:
+                found.faults.append(clean(f"{name}, line {number}: not a record: {error}"))
 
 
 def is_run(record: dict[str, Any]) -> bool:

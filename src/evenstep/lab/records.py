@@ -1,11 +1,13 @@
 """One JSON line per run: what was run, on what, and what came out. Figures are made from these and nothing else."""
 
+import io
 import json
 import math
 import os
 import platform
 import subprocess
 import warnings
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -81,7 +83,7 @@ def append(path: Path, record: Record, *, once: bool = False) -> Record:
             warnings.warn(said, stacklevel=2)
         if once:
             file.seek(0)
-            same = [r for r in _parse(path, file.read()) if dumps(r["config"]) == dumps(record["config"])]
+            same = [r for r in _records(path, file) if dumps(r["config"]) == dumps(record["config"])]
             if same:
                 return same[0]
         _write(file, json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -93,21 +95,29 @@ def mend(path: Path) -> str | None:
 
     The text goes to a file beside it, ending in `.damaged`; a record that lacks nothing but its line end gets one.
     """
-    if not path.exists():
+    if not path.exists() or _ends_whole(path):
         return None
     with locked(path) as file:
         return _mend(path, file)
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether the file is empty or ends with a line end: then there is nothing to mend, and no need to write to it."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 def _mend(path: Path, file: IO[bytes]) -> str | None:
     content = file.read()
     start = content.rfind(b"\n") + 1
     rest, number = content[start:], content.count(b"\n") + 1
-    if not rest:
+    if not rest.strip():
         return None
     try:
-        json.loads(rest)
-    except ValueError:
+        json.loads(rest.decode("utf-8"))
+    except (ValueError, RecursionError):
         damaged = path.with_name(path.name + ".damaged")
         with damaged.open("ab") as side:
             _write(side, rest + b"\n")
@@ -126,18 +136,34 @@ def _write(file: IO[bytes], content: bytes) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file, in order; a line that is not JSON is a ValueError that names it."""
-    return _parse(path, path.read_bytes())
+    """All records of a file, in order; a line that is none is a ValueError that names it."""
+    return _records(path, io.BytesIO(path.read_bytes()))
 
 
-def _parse(path: Path, content: bytes) -> list[Record]:
+def _records(path: Path, file: Iterable[bytes]) -> list[Record]:
     records = []
-    for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
+    for number, line in lines(file):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not a JSON record: {error}") from error
+            records.append(parse(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a record: {error}") from error
     return records
+
+
+def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines of a binary file that are not blank; nothing but a line feed ends one."""
+    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def parse(line: bytes) -> Record:
+    """The record in a line; a ValueError if it is not in UTF-8, not JSON, or has no configuration."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise ValueError("no configuration in it")
+    return record
 
 
 def plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import torch
 
 from evenstep.lab import usage
 from evenstep.lab.experiments import EXPERIMENTS, Options, Verdict
-from evenstep.lab.experiments.common import finished, silent
+from evenstep.lab.experiments.common import kept, silent
+from evenstep.lab.records import Record
 
 
 class OutOfTime(Exception):
@@ -73,10 +75,17 @@ def reproduce(
     device: torch.device | str = "cpu",
     budget_s: float | None = None,
     show: Show = silent,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> list[str]:
-    """Run the experiments into `out`; the names of those that the budget left unfinished."""
+    """Run the experiments into `out`; the names of those that the budget left unfinished.
+
+    A file of theirs that is damaged, or holds something else, is refused before anything runs; `warn` gets one line
+    if one had to be mended.
+    """
     wanted, clock = chosen(names), Clock(budget_s, show)
     usage.writable_folder(out)
+    for name in wanted:
+        kept(name, out, warn)
     for number, name in enumerate(wanted):
         try:
             clock(name, 0, 0)
@@ -86,10 +95,22 @@ def reproduce(
     return []
 
 
-def verdicts(out: Path) -> dict[str, Verdict]:
+def everything(out: Path, warn: Callable[[str], None] = warnings.warn) -> dict[str, list[Record]]:
+    """The records of every experiment that has some in `out`; `warn` is told of files that cannot be taken in."""
+    found: dict[str, list[Record]] = {}
+    for name in EXPERIMENTS:
+        try:
+            found[name] = kept(name, out, warn)
+        except usage.UsageError as error:
+            warn(f"{name} is left out: {error}")
+        except OSError as error:
+            warn(f"{name} is left out: {usage.of_file(error)}")
+    return {name: records for name, records in found.items() if records}
+
+
+def verdicts(out: Path, warn: Callable[[str], None] = warnings.warn) -> dict[str, Verdict]:
     """What came out of every experiment that has records in `out`."""
-    found = {name: finished(out / f"{name}.jsonl") for name in EXPERIMENTS}
-    return {name: EXPERIMENTS[name].verdict(records) for name, records in found.items() if records}
+    return {name: EXPERIMENTS[name].verdict(records) for name, records in everything(out, warn).items()}
 
 
 def fast_cuda() -> None:
@@ -112,21 +133,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     options = Options(given.quick, given.data, given.data_name, given.seed)
     try:
+        usage.in_range(given.seed, 0, 2**63 - 1, "--seed")
+        usage.budget(given.budget)
         device = usage.usable_device(given.device)
         if device.type == "cuda":
             fast_cuda()
-        left = reproduce(given.experiments, options, given.out, device, given.budget, shown())
+        left = reproduce(given.experiments, options, given.out, device, given.budget, shown(), said)
+        judged = verdicts(given.out, said)
     except usage.UsageError as error:
-        print(f"reproduce: {error}", file=sys.stderr)
+        said(str(error))
+        return 2
+    except OSError as error:
+        said(usage.of_file(error))
         return 2
     except KeyboardInterrupt:
         print("stopped; run it again to go on", file=sys.stderr)
         return 130
-    for name, (held, text) in verdicts(given.out).items():
+    for name, (held, text) in judged.items():
         print(f"{name}: {'undecided' if held is None else 'held' if held else 'did not hold'}. {text}")
     if left:
         print(f"out of budget; run it again for the rest of {', '.join(left)}")
     return 3 if left else 0
+
+
+def said(message: str) -> None:
+    """One line on stderr."""
+    print("reproduce: " + " ".join(message.split()), file=sys.stderr)
 
 
 def shown() -> Show:

@@ -5,14 +5,14 @@ python -m evenstep.lab.reproduction results/reproduction docs
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from evenstep.lab.experiments import EXPERIMENTS
-from evenstep.lab.experiments.common import QUICK_IMAGES, finished
+from evenstep.lab.experiments.common import QUICK_IMAGES, kept
 from evenstep.lab.records import Record
-from evenstep.lab.usage import UsageError, writable_folder
+from evenstep.lab.usage import UsageError, of_file, writable_folder
 
 HEAD = """# The paper, reproduced
 
@@ -29,11 +29,14 @@ QUICK = """
 WORDS = {True: "**held**", False: "**did not hold**", None: "undecided"}
 
 
-def write(source: Path, target: Path) -> list[Path]:
-    """The page `target`/reproduction.md and its figures, from the records in `source`; the files written."""
+def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS)) -> list[Path]:
+    """The page `target`/reproduction.md and its figures, from the records in `source`; the files written.
+
+    `names` are the experiments to show, of those that have records.
+    """
     from evenstep.lab import drawing
 
-    found = {name: finished(source / f"{name}.jsonl") for name in EXPERIMENTS}
+    found = {name: kept(name, source) for name in names}
     found = {name: records for name, records in found.items() if records}
     if not found:
         raise UsageError(f"{source}: no records of {', '.join(EXPERIMENTS)} there; run evenstep.lab.reproduce first")
@@ -114,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = write(given.source, given.target)
     except UsageError as error:
         print(f"reproduction: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"reproduction: {of_file(error)}", file=sys.stderr)
         return 2
     print("\n".join(map(str, files)))
     return 0

@@ -3,17 +3,19 @@
 Under torchrun (`distributed.joined`) all processes train it together, and the first one keeps it.
 """
 
+import copy
 import json
 import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.lab import distributed, feed, records
@@ -23,9 +25,10 @@ from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import Epoch, linear_decay, mean_loss
 from evenstep.lab.trial import Trial
-from evenstep.lab.usage import UsageError
+from evenstep.lab.usage import UsageError, first_line
 
 Checkpoint = dict[str, Any]
+COLUMNS = {"epoch", "train_loss", "seconds", "steps", "diverged", "test_accuracy"}  # of a row
 
 
 class Training:
@@ -92,20 +95,51 @@ class Training:
         }
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint of the same configuration."""
+        """Go on from a checkpoint of the same configuration; if it does not fit, an exception, and all is as before."""
+        before = copy.deepcopy(self.checkpoint())
+        try:
+            self._restore(saved)
+        except Exception:
+            self._restore(before)
+            raise
+
+    def _restore(self, saved: Checkpoint) -> None:
+        names = [set(group) for group in self.optimizer.param_groups]
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.order.set_state(saved["order"])
         torch.set_rng_state(saved["random"])
         self.rows = saved["rows"]
+        if any(missing := wanted - set(g) for wanted, g in zip(names, self.optimizer.param_groups, strict=True)):
+            raise ValueError(f"the optimizer's {min(missing)} is missing")
+        if type(self.optimizer).__module__.startswith("torch."):  # which does not look; ours do
+            for p, state in self.optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:
+                        raise ValueError(f"the optimizer's {name} has the shape {list(value.shape)}")
+        if not isinstance(self.rows, list) or len(self.rows) > self.trial.epochs:
+            raise ValueError("its rows are not those of the epochs")
+        for row in self.rows:
+            if missing := COLUMNS - set(row):
+                raise ValueError(f"{min(missing)} is missing in a row")
 
 
 def go_on(training: Training, path: Path) -> bool:
     """Restore the training from the checkpoint `path`; False if there is none."""
     if not path.exists():
         return False
-    training.restore(load(path, training))
+    saved = load(path, training)
+    try:
+        training.restore(saved)
+    except Exception as error:  # of any kind: what is inside may be anything
+        raise unfit(path, error) from error
     return True
+
+
+def unfit(path: Path, error: Exception) -> UsageError:
+    """What is said of a checkpoint that has something else inside."""
+    reason = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
+    return UsageError(f"{path} is not a checkpoint of this version ({reason}); remove it, or choose another --out")
 
 
 def run(training: Training, path: Path, on_epoch: Callable[[Epoch], None]) -> records.Record:
@@ -124,14 +158,16 @@ def load(path: Path, training: Training) -> Checkpoint:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         config = saved["config"]
     except Exception as error:  # torch names many kinds, for files that are damaged or something else
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{path} is not a checkpoint ({reason}); remove it, or choose another --out") from error
-    if config != records.dumps(training.config):
         raise UsageError(
-            f"{path} is of another configuration ({difference(config, training.config)}); choose another --out, or "
-            "remove it"
-        )
-    return saved
+            f"{path} is not a checkpoint ({first_line(error)}); remove it, or choose another --out"
+        ) from error
+    if config == records.dumps(training.config):
+        return saved
+    try:
+        other = difference(config, training.config)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise unfit(path, error) from error
+    raise UsageError(f"{path} is of another configuration ({other}); choose another --out, or remove it")
 
 
 def difference(saved: str, config: dict[str, Any]) -> str:
@@ -144,5 +180,12 @@ def difference(saved: str, config: dict[str, Any]) -> str:
 def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint whole or not at all."""
     partial = path.with_suffix(".partial")
-    torch.save(checkpoint, partial)
-    os.replace(partial, path)
+    try:
+        torch.save(checkpoint, partial)
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError):  # what torch makes of a full disk
+            raise UsageError(f"{path} cannot be written ({first_line(error)}); is the disk full?") from error
+        raise

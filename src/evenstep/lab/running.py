@@ -33,8 +33,7 @@ def run_trials(
     def warn(message: str) -> None:
         console.print(message, soft_wrap=True, highlight=False, markup=False)
 
-    if said := records.mend(path):
-        warn(said)
+    check(path, warn)
     have = finished(trials, arrays, path)
     if have:
         warn(f"{len(have)} of {len(trials)} runs are in {path} already.")
@@ -51,14 +50,29 @@ def run_trials(
 
 def finished(trials: Sequence[Trial], arrays: Arrays | Text, path: Path) -> list[Record]:
     """The records that the file has of the trials, in their order; a line that is no record is a UsageError."""
+    found = _read(path)
+    known = {sweep.key(run["config"]): run for run in found.runs}
+    keys = [sweep.key(sweep.config(trial, arrays)) for trial in trials]
+    return [known[key] for key in keys if key in known]
+
+
+def check(path: Path, warn: Callable[[str], None]) -> None:
+    """Refuse a file that no record can be added to; `warn` gets one line if its last line had to be mended."""
+    if said := records.mend(path):
+        warn(said)
+    _read(path)
+    if path.exists():
+        with path.open("r+b"):
+            pass
+
+
+def _read(path: Path) -> reading.Reading:
     found = reading.Reading()
     if path.exists():
         reading.read_file(path, str(path), found)
     if found.faults:
         raise UsageError(f"{found.faults[0]}; remove that line, or choose another --out")
-    known = {sweep.key(run["config"]): run for run in found.runs}
-    keys = [sweep.key(sweep.config(trial, arrays)) for trial in trials]
-    return [known[key] for key in keys if key in known]
+    return found
 
 
 @contextmanager

@@ -24,12 +24,22 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).add_(1).item()  # does it compute, and give back what it computed?
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--device {name} cannot be used here ({reason}); try --device cpu") from error
+        raise UsageError(f"--device {name} cannot be used here ({first_line(error)}); try --device cpu") from error
     return device
 
 
-def writable_folder(path: Path) -> Path:
+def of_file(error: OSError) -> str:
+    """What the system says of a file, in a few words: its name and why."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or else its name."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def writable_folder(path: Path, flag: str = "--out") -> Path:
     """`path`, made if need be, with the assurance that a file can be written there."""
     probe = path / ".writable"
     try:
@@ -37,7 +47,7 @@ def writable_folder(path: Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--out {path} cannot be written ({error.strerror}); choose another folder") from error
+        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}); choose another folder") from error
     return path
 
 
@@ -56,6 +66,13 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
         raise UsageError(f"no {what} is called {name!r}; {hint}")
     return name
+
+
+def budget(seconds: float | None) -> float | None:
+    """`seconds`, if it is no number below zero, and a number at all; None is no limit."""
+    if seconds is not None and not seconds >= 0:
+        raise UsageError(f"--budget takes seconds, 0 or more; got {seconds:g}")
+    return seconds
 
 
 def some(values: Sequence[T], flag: str) -> Sequence[T]:

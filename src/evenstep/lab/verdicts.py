@@ -47,7 +47,7 @@ def read(folder: Path) -> list[Verdict]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         found = [Verdict(**clean(row)) for row in rows]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OSError):
         return []
     texts = (v for verdict in found for v in (verdict.experiment, verdict.section, verdict.claim, verdict.text))
     proper = all(isinstance(text, str) for text in texts) and all(v.held in WORDS for v in found)

@@ -41,7 +41,7 @@ def main(
     usage.in_range(options.epochs, 1, 10_000, "--epochs")
     seed = usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
     device = usage.usable_device(options.device)
-    arrays = shared.load(shared.Setting(data=options.data)) if arrays is None else arrays
+    arrays = shared.load(shared.Setting(data=options.data), images=True) if arrays is None else arrays
     path = usage.writable_folder(options.out) / "records.jsonl"
     grid = [(method, lr) for method, rates in stepsizes.items() for lr in rates]
     trials = [shared.fitted(Trial(method, lr, seed, options.epochs), arrays) for method, lr in grid]

@@ -39,7 +39,7 @@ def main(options: Options) -> int:
     if options.tensorboard is not None:
         from evenstep.lab import tensorboard
 
-        tensorboard.export(found.runs, usage.writable_folder(options.tensorboard))
+        tensorboard.export(found.runs, usage.writable_folder(options.tensorboard, "--tensorboard"))
         print(f"For TensorBoard: {options.tensorboard}")
     print(f"Report: {report.write(folder, found)}")
     return 0

@@ -1,5 +1,6 @@
 """`evenstep reproduce`: the paper's figures and claims, one experiment each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,24 +46,34 @@ def main(options: Options) -> int:
 
     names = chosen(options.experiments)
     usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
+    usage.budget(options.budget)
     device = usage.usable_device(options.device)
     out = usage.writable_folder(options.out)
     if device.type == "cuda":
         runner.fast_cuda()
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
     console, left = Console(), names
+
+    def warn(message: str) -> None:
+        console.print(message, soft_wrap=True, highlight=False, markup=False)
+
     with running.one_thread(), progress.bar(console, 1) as bar:
+        pieces = 1
 
         def show(what: str, done: int, total: int) -> None:
+            nonlocal pieces
+            pieces = max(1, total)
             bar.say(what)
-            bar.at(done, max(1, total))
+            bar.at(done, pieces)
 
         stopped = False
         try:
-            left = runner.reproduce(names, wanted, out, device, options.budget, show)
+            left = runner.reproduce(names, wanted, out, device, options.budget, show, warn)
         except KeyboardInterrupt:
             stopped = True
-    conclude(out, console)
+        if not (stopped or left):
+            bar.at(pieces, pieces)
+    conclude(out, console, warn)
     if stopped or left:
         why = "Stopped" if stopped else "Out of time"
         console.print(f"{why}: what is finished is kept; the same command goes on with the rest.")
@@ -70,23 +81,21 @@ def main(options: Options) -> int:
     return 130 if stopped else 3 if left else 0
 
 
-def conclude(out: Path, console: "Console") -> None:
+def conclude(out: Path, console: "Console", warn: Callable[[str], None]) -> None:
     """Judge the claims by the records that are there, print and keep the verdicts, and draw the figures."""
     from rich.text import Text
 
-    from evenstep.lab import records, reproduction, verdicts
+    from evenstep.lab import reproduce as runner
+    from evenstep.lab import reproduction, verdicts
 
-    found = []
-    for name, experiment in experiments.EXPERIMENTS.items():
-        path = out / f"{name}.jsonl"
-        if path.exists() and (kept := records.read(path)):
-            found += verdicts.judge(name, experiment, kept)
+    kept = runner.everything(out, warn)
+    found = [v for name, records in kept.items() for v in verdicts.judge(name, experiments.EXPERIMENTS[name], records)]
     for verdict in found:
         console.print(Text(f"{verdict.experiment}: {verdict.claim} ({verdict.section})", style="bold"))
         console.print(Text(f"  {verdict.word}. {verdict.text}"))
     if found:
         verdicts.write(out, found)
-        reproduction.write(out, out)
+        reproduction.write(out, out, kept)
 
 
 def chosen(names: tuple[str, ...]) -> list[str]:

@@ -1,19 +1,24 @@
 """What the commands that train have in common."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 import tyro
+from torch.nn import functional
 
-from evenstep.lab import data, usage
+from evenstep.lab import data, feed, usage
 from evenstep.lab.data.feeding import AUGMENTATIONS
+from evenstep.lab.experiments.common import failures_expected
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.trial import Trial
 
 CLASSES = 10  # what the networks have unless told otherwise
+UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,12 @@ def augmentation(names: Iterable[str]) -> Any:
     return "+".join(name for name in AUGMENTATIONS if name in chosen)
 
 
-def load(setting: Setting) -> data.Arrays | data.Text:
-    """The setting's data, if its network can be trained on them."""
+def load(setting: Setting, *, images: bool = False) -> data.Arrays | data.Text:
+    """The setting's data, if its network can be trained on them; with `images` there is no network for a text."""
     arrays = data.load(setting.data)
     text = isinstance(arrays, data.Text)
+    if text and images:
+        raise usage.UsageError(f"--data {setting.data} is a text; images are needed here")
     if text != (setting.model == "transformer"):
         kind, way_out = ("a text", "--model transformer") if text else ("images", "--model paper_cnn")
         raise usage.UsageError(f"--model {setting.model} cannot be trained on {setting.data}, {kind}; try {way_out}")
@@ -86,15 +93,40 @@ def fitted(wanted: Trial, arrays: data.Arrays | data.Text) -> Trial:
     return replace(wanted, model_options={**wanted.model_options, "classes": len(arrays.classes)})
 
 
-def try_out(example: Trial, arrays: data.Arrays | data.Text) -> None:
-    """Build the trial's network and optimizer once, so that an option neither takes is told before anything runs."""
-    method = METHODS[example.method]
-    with torch.random.fork_rng(devices=[]):
-        try:
+def try_out(example: Trial, arrays: data.Arrays | data.Text, device: torch.device | str = "cpu") -> None:
+    """Build the trial's network and optimizer once, and take one step on two examples.
+
+    An option that neither takes, or cannot run with, is so told before anything runs.
+    """
+    method, order = METHODS[example.method], torch.Generator().manual_seed(0)
+    network = f"--model {example.model} with {example.model_options}"
+    rule = f"method {example.method} with {example.options}"
+    with torch.random.fork_rng(devices=[]), failures_expected(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        with _told(network, example.model_options):
             model = MODELS[example.model](arrays.channels, batch_norm=method.batch_norm, **example.model_options)
-        except (TypeError, ValueError) as error:
-            raise usage.UsageError(f"--model {example.model} with {example.model_options}: {error}") from error
-        try:
-            method.optimizer(model, lr=example.lr, **example.options)
-        except (TypeError, ValueError) as error:
-            raise usage.UsageError(f"method {example.method} with {example.options}: {error}") from error
+            model = model.to(device).train()
+        with _told(rule, example.options):
+            optimizer = method.optimizer(model, lr=example.lr, **example.options)
+        x, y = next(feed.epoch(arrays, 2, order, device, False))
+        with _told(network, example.model_options):
+            output = model(x).flatten(0, -2)
+        if isinstance(arrays, data.Arrays) and output.shape[-1] < len(arrays.classes):
+            raise usage.UsageError(
+                f"{network}: it has {output.shape[-1]} outputs, and {arrays.name} has {len(arrays.classes)} classes"
+            )
+        with _told(network, example.model_options):
+            functional.cross_entropy(output, y.flatten()).backward()
+        with _told(rule, example.options):
+            optimizer.step()
+
+
+@contextmanager
+def _told(what: str, options: dict[str, Any]) -> Iterator[None]:
+    """Make of a failure one line for the user; without options most kinds are faults of ours, and stay as they are."""
+    try:
+        yield
+    except UNFIT as error:
+        if not options and not isinstance(error, TypeError | ValueError | MemoryError):
+            raise
+        raise usage.UsageError(f"{what}: {usage.first_line(error)}") from error

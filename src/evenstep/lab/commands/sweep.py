@@ -42,7 +42,7 @@ def main(options: Options) -> int:
     arrays = shared.load(options)
     trials = [shared.fitted(trial, arrays) for trial in trials]
     for example in {trial.method: trial for trial in trials}.values():
-        shared.try_out(example, arrays)
+        shared.try_out(example, arrays, device)
     path = usage.writable_folder(options.out) / "records.jsonl"
     runner: running.Runner | None = None
     if options.study is not None:

@@ -39,9 +39,10 @@ def main(options: Options) -> int:
     device = usage.usable_device(options.device)
     arrays = shared.load(options)
     trial = shared.fitted(trial, arrays)
-    shared.try_out(trial, arrays)
+    shared.try_out(trial, arrays, device)
     out = usage.writable_folder(options.out)
     path = out / "records.jsonl"
+    running.check(path, print)
     with running.one_thread(), distributed.joined(device) as mine:
         first = distributed.rank() == 0
         console = Console(quiet=not first)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evenstep.lab import safe_pickle
+from evenstep.lab.usage import first_line
 
 from .arrays import Arrays
 
@@ -60,7 +61,7 @@ def _from_archive(path: Path) -> dict[str, tuple[str, bytes]]:
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
                 pass  # to the end, where the checksum is
     except Exception as error:  # a damaged archive can raise nearly anything
-        raise ValueError(f"{path}: not a readable archive: {str(error).splitlines()[0]}.") from error
+        raise ValueError(f"{path}: not a readable archive: {first_line(error)}.") from error
     missing = [key for key in (*TRAIN, TEST) if key not in files]
     if missing:
         raise ValueError(f"{path}: {CIFAR_FOLDER}/{missing[0]} is not in the archive; is it CIFAR-10's python version?")

@@ -65,7 +65,7 @@ def _split(folder: Path, prefix: str) -> tuple[Tensor, Tensor]:
     """Images [N, 1, 32, 32] and labels [N] of one half of the set."""
     images_path, images = _read(folder, f"{prefix}-images-idx3-ubyte", 3)
     labels_path, labels = _read(folder, f"{prefix}-labels-idx1-ubyte", 1)
-    if not len(images) or max(images.shape[1:]) > SIDE:
+    if 0 in images.shape or max(images.shape[1:]) > SIDE:
         got = "x".join(map(str, images.shape))
         raise ValueError(f"{images_path}: images of at most {SIDE}x{SIDE} pixels are needed; got {got}.")
     if len(labels) != len(images):

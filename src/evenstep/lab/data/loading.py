@@ -2,6 +2,7 @@
 
 import difflib
 import tarfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,9 +33,12 @@ def load(
     if str(source) in NAMES:
         return fashion_mnist_subset()
     path = Path(source)
-    if not path.exists():
-        raise UsageError(_unknown(path))
-    kinds = sorted(recognise(path), key=list(prefer).index)
+    try:
+        if not path.exists():
+            raise UsageError(_unknown(path))
+        kinds = sorted(recognise(path), key=list(prefer).index)
+    except OSError as error:
+        raise UsageError(f"--data {path}: {error.strerror or error}") from error
     if not kinds:
         raise UsageError(f"--data {path}: nothing known is there; a folder should hold {LAYOUTS}")
     readers: dict[str, Callable[[], Arrays | Text]] = {
@@ -61,7 +65,10 @@ def recognise(path: Path) -> list[str]:
     """The kinds of data set that a path looks like, none if it looks like no known one."""
     if path.is_file():
         packed = "archive" if path.suffix.lower() in ARCHIVES else "text"
-        return ["cifar" if tarfile.is_tarfile(path) else packed]
+        try:
+            return ["cifar" if tarfile.is_tarfile(path) else packed]
+        except (EOFError, zlib.error):  # compressed, and damaged
+            return ["archive"]
     looks = {
         "cifar": (path / CIFAR_FOLDER).is_dir() or any((path / batch).is_file() for batch in TRAIN),
         "idx": any(idx_file(path, f"{half}-images-idx3-ubyte") for half in ("train", "t10k")),

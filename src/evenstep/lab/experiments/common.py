@@ -4,17 +4,19 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from evenstep.lab import data, records
+from evenstep.lab import data, reading, records
 from evenstep.lab.records import Record
+from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 
 QUICK_IMAGES = 320  # training images of a quick run: five steps of 64; and one test image in ten
+TRIAL = {field.name for field in fields(Trial)} | {"data"}  # what a training's configuration says
 
 
 class Progress(Protocol):
@@ -88,12 +90,38 @@ def failures_expected() -> Iterator[None]:
         yield
 
 
-def finished(out: Path) -> list[Record]:
-    """The records in the file; an unfinished last line, left by a run that was killed, is cut off."""
-    lines = out.read_bytes().splitlines(keepends=True) if out.exists() else []
-    if lines and not lines[-1].endswith(b"\n"):
-        out.write_bytes(b"".join(lines[:-1]))
-    return records.read(out) if out.exists() else []
+def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:
+    """The records in the file; a line that is none is a UsageError.
+
+    A last line that was not written whole, by a run that was killed, is mended first, which `warn` is told.
+    """
+    if not out.exists():
+        return []
+    if said := records.mend(out):
+        warn(said)
+    try:
+        return records.read(out)
+    except ValueError as error:
+        raise UsageError(f"{error}; remove that line, or choose another --out") from error
+
+
+def kept(name: str, out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:
+    """The records of the experiment called `name` in its file below the folder `out`; a foreign one is a UsageError."""
+    path = out / f"{name}.jsonl"
+    found = finished(path, warn)
+    if not all(belongs(record, name) for record in found):
+        raise UsageError(f"{path} holds records that are not of {name}; move it away, or choose another --out")
+    return found
+
+
+def belongs(record: Record, name: str) -> bool:
+    """Whether a record has what the judges, tables and figures of an experiment read: its own, or a trial."""
+    machine, rows, config = record.get("environment"), record.get("metrics"), record["config"]
+    if not isinstance(machine, dict) or not {"device", "torch"} <= machine.keys() or "commit" not in record:
+        return False
+    if not isinstance(record.get("seed"), int) or not isinstance(rows, list) or not rows:
+        return False
+    return config.get("experiment") == name or (reading.is_run(record) and config.keys() >= TRIAL)
 
 
 def stored(

@@ -100,6 +100,8 @@ def angle(record: Record) -> float:
 def direction(records: list[Record]) -> Verdict:
     """Where SG and Newton's method point at first, and where the latter lands."""
     found = {r["config"]["name"]: r for r in records}
+    if not METHODS.keys() <= found.keys():
+        return Verdict(None, "Not run.")
     sg, newton = angle(found["SG"]), angle(found["Newton, γ (eq. 8)"])
     landed = found["Newton, γ (eq. 8)"]["metrics"][1]
     held = 0 < sg < newton and abs(landed["w1"] - 2.9) < 0.05 and abs(landed["w2"]) < 0.05
@@ -114,6 +116,8 @@ def direction(records: list[Record]) -> Verdict:
 def lessons(records: list[Record]) -> Verdict:
     """How long each method takes."""
     found = {r["config"]["name"]: arrival(r) for r in records}
+    if not METHODS.keys() <= found.keys():
+        return Verdict(None, "Not run.")
     counts = {name: math.inf if number is None else number for name, number in found.items()}
     held = max(counts["one radius (eq. 9)"], counts["a radius per block (eq. 10)"]) < counts["Newton, γ (eq. 8)"] / 2
     told = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())

@@ -17,7 +17,6 @@ from evenstep.lab.experiments.common import (
     judged,
     only,
     silent,
-    spread,
 )
 from evenstep.lab.experiments.tuning import (
     Contender,
@@ -111,18 +110,22 @@ def right(records: list[Record]) -> Verdict:
 def canonical(records: list[Record]) -> Verdict:
     """Canonical scaling: as good as the best, and how soon beyond its best stepsize it fails."""
     mine = CANONICAL.mine(records)
-    if not mine:
+    rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.mine(records)]
+    if not mine or not rivals:
         return Verdict(None, "Not run.")
-    rival = min((losses(at_best(records, c)) for c in (SG, BATCH_NORM) if c.mine(records)), key=min)
+    better = min(rivals, key=lambda runs: min(losses(runs)))
+    rival = losses(better)
     fast, best, failure = (
         below(losses(at_best(records, CANONICAL)), rival),
         best_rate(mine),
         first_failure(records, CANONICAL),
     )
     warned = [r for r in mine if failure and best <= r["config"]["lr"] < failure and trained(r)]
-    text = f"{told(records, CANONICAL)}, the better of SG and batch norm {spread(rival)}. "
+    text = f"{told(records, CANONICAL)}, the better of SG and batch norm {outcome(better)}. "
     if failure is None:
         return Verdict(None if fast else fast, text + "It failed at no stepsize tried.")
+    if failure <= best:
+        return Verdict(None if fast else fast, text + "It failed at every stepsize tried.")
     soon = failure / best <= 4.1
     return Verdict(
         None if fast is None else fast and soon,

@@ -240,9 +240,12 @@ def ratio(records: list[Record], name: str, kappa: float) -> float:
 
 
 def named(records: list[Record]) -> tuple[list[str], list[float]]:
-    """The optimizers and the κ other than 1 that were run."""
-    kappas = sorted({r["config"]["kappa"] for r in records} - {1.0})
-    return list(dict.fromkeys(r["config"]["name"] for r in records)), kappas
+    """The optimizers that were run at every κ that one of them was run at, and these κ but for 1."""
+    run: dict[str, set[float]] = {}
+    for record in records:
+        run.setdefault(record["config"]["name"], set()).add(record["config"]["kappa"])
+    every = {1.0}.union(*run.values())
+    return [name for name, kappas in run.items() if kappas == every and len(every) > 1], sorted(every - {1.0})
 
 
 def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
@@ -252,10 +255,11 @@ def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, 
 
 def agreement(records: list[Record]) -> Verdict:
     """Fresh against running variances of the shocked units, without a shock and with one."""
-    kappa = max(named(records)[1])
-    calm, hit = summaries(records, PAPERS, 1.0), summaries(records, PAPERS, kappa)
-    if not calm or not hit:
+    names, kappas = named(records)
+    if PAPERS not in names:
         return Verdict(None, "Not run.")
+    kappa = max(kappas)
+    calm, hit = summaries(records, PAPERS, 1.0), summaries(records, PAPERS, kappa)
     usual = statistics.fmean(s["grown_on_average"] for s in calm)
     jump = statistics.fmean(s["grown_at_once"] for s in hit)
     return Verdict(
@@ -268,6 +272,8 @@ def agreement(records: list[Record]) -> Verdict:
 def harm(records: list[Record]) -> Verdict:
     """What a shock does without guards, and with them."""
     names, kappas = named(records)
+    if PAPERS not in names:
+        return Verdict(None, "Not run.")
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
     guarded = [n for n in names if not n.startswith("unguarded")]
@@ -281,7 +287,9 @@ def harm(records: list[Record]) -> Verdict:
 
 def death(records: list[Record]) -> Verdict:
     """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
-    _, kappas = named(records)
+    names, kappas = named(records)
+    if PAPERS not in names:
+        return Verdict(None, "Not run.")
 
     def dead(kappa: float) -> float:
         return statistics.fmean(s["dead_units"] for s in summaries(records, PAPERS, kappa))

@@ -217,13 +217,16 @@ def losses(records: Sequence[Record]) -> list[float]:
 
 
 def first_failure(records: Sequence[Record], contender: Contender) -> float | None:
-    """The smallest stepsize above the best one at which the first seed diverged, or ended above guessing."""
+    """The smallest stepsize above the best one at which the first seed diverged, or ended above guessing.
+
+    Where it failed at every stepsize, the smallest of all.
+    """
     mine = contender.mine(records)
     if not mine:
         return None
     first, best = min(r["seed"] for r in mine), best_rate(mine)
     failed = [r["config"]["lr"] for r in mine if r["seed"] == first and not trained(r)]
-    return min((lr for lr in failed if lr > best), default=None)
+    return min((lr for lr in failed if lr > best or best in failed), default=None)
 
 
 def trained(record: Record) -> bool:
