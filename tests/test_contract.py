@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
@@ -699,3 +700,29 @@ def test_a_model_moved_to_another_device_is_followed(case):
     assert all(p.is_cuda and p.isfinite().all() for p in model.parameters())
     kept = [(k, v) for p in model.parameters() for k, v in optimizer.state[p].items() if torch.is_tensor(v)]
     assert all(v.is_cuda for k, v in kept if k != "step" or case.cls is not evenstep.Whitened)  # torch's rules keep it
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("how", ["all", "new", "one", "empty", "emptied"])
+@every_optimizer
+def test_state_that_is_taken_away_is_made_anew(case, how, foreach):
+    """As torch's optimizers do; what is left goes on."""
+    model = network()
+    optimizer = case.build(model, foreach=foreach)
+    train(model, optimizer, [batch(), batch()])
+    known, first = {p: set(state) for p, state in optimizer.state.items()}, model[0].weight
+    if how == "all":
+        optimizer.state.clear()
+    elif how == "new":
+        optimizer.state = defaultdict(dict)
+    elif how == "one":
+        del optimizer.state[first]
+    elif how == "empty":
+        optimizer.state[first] = {}
+    else:
+        optimizer.state[first].clear()
+    train(model, optimizer, [batch()])
+    assert {p: set(state) for p, state in optimizer.state.items()} == known
+    assert all(p.isfinite().all() for p in model.parameters())
+    steps = [int(optimizer.state[p]["step"]) for p in model.parameters() if "step" in optimizer.state[p]]
+    assert steps == [1 if p is first or how in ("all", "new") else 3 for p in model.parameters() if "step" in known[p]]

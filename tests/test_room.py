@@ -252,3 +252,15 @@ def test_unused_layers_keep_their_moments():
             model.train()
         both.append((model, optimizer))
     assert_same(*both)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_taken_away_is_made_anew_alike(name):
+    both = pair(name)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        del optimizer.state[model.second.weight]
+        train(optimizer, model, "cpu", steps=3)
+        optimizer.state.clear()
+        train(optimizer, model, "cpu", steps=3)
+    assert_same(*both)

@@ -1,5 +1,6 @@
 """Which blocks move in a step, and how: many at once, or one by one."""
 
+from operator import lt
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ class Plan(NamedTuple):
     blocks: list[Block]
     layouts: list[Layout]
     rest: list[Block]
+    sizes: list[int]  # how much state each parameter of the optimizer had
 
     @property
     def captured(self) -> bool:
@@ -26,6 +28,10 @@ class Plan(NamedTuple):
     def all_seen(self) -> bool:
         """Whether the step of many blocks has all of them, and has found that each layer saw something."""
         return bool(self.layouts) and not self.rest and all(layout.all_seen for layout in self.layouts)
+
+    def lacks(self, state: Any) -> bool:
+        """Whether some of that state is gone."""
+        return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
 
     @property
     def device(self) -> torch.device | None:

@@ -116,9 +116,12 @@ class CoordinateOptimizer(ModelOptimizer):
     def _planned(self, compiled: bool) -> Plan:
         """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go.
 
-        Compiled steps take all blocks one by one: a compiler fuses those by itself.
+        State that has been taken away is made anew, as torch's optimizers do. Compiled steps take all blocks one by one: a compiler fuses those by itself.
         """
         signature = plans.signature(self.param_groups, compiled)
+        if self._plan is not None and self._plan.lacks(self.state):
+            self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
+            self._stale = True
         if self._plan is None or self._stale or self._plan.signature != signature:
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
@@ -126,7 +129,8 @@ class CoordinateOptimizer(ModelOptimizer):
             candidates = self._staged(blocks) if self._together and not compiled else []
             if self._plan is not None and self._plan.captured:
                 self._retired.append(self._plan)
-            self._plan, self._stale = Plan(signature, blocks, *arrange(candidates, blocks, self.state)), False
+            sizes = [*map(len, self.state.values())]
+            self._plan, self._stale = Plan(signature, blocks, *arrange(candidates, blocks, self.state), sizes), False
             self._nonfinite = self._nonfinite.to(self._plan.device or self._nonfinite.device)
         return self._plan
 
