@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -264,3 +265,37 @@ def test_state_taken_away_is_made_anew_alike(name):
         optimizer.state.clear()
         train(optimizer, model, "cpu", steps=3)
     assert_same(*both)
+
+
+def opcodes(run, package=f"{evenstep.__path__[0]}/"):
+    """How many instructions of the library's own code `run` takes, whatever the machine."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_building_and_planning_grow_in_proportion_to_the_layers(foreach, bias):
+    def work(layers):
+        model, made = nn.Sequential(*[nn.Linear(2, 2, bias) for _ in range(layers)]), []
+        built = opcodes(lambda: made.append(evenstep.EvenStep(model, foreach=foreach)))
+        model(torch.randn(4, 2)).sum().backward()
+        return torch.tensor([built, opcodes(made[0].step)])
+
+    few, more, many = map(work, (10, 30, 90))
+    assert ((many - more) < 3.2 * (more - few)).all()

@@ -91,14 +91,14 @@ class ModelOptimizer(Optimizer):
 
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer holds."""
-        held = {id(p) for group in self.param_groups for p in group["params"]}
+        held = self._groups()
         if not any(id(p) in held for p in model.parameters()):
             raise ValueError(
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
         self.detach()
-        entries, self._left_out = survey(model, self._why_not)
+        entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
         self._collector = Collector(
@@ -106,7 +106,7 @@ class ModelOptimizer(Optimizer):
             trained,
             inputs=moments,
             gradients=self.coordinates == "canonical",
-            rows=lambda entry: self._option(entry.weight, "rows", None),
+            rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._pool = False, distributed.Pool()
         self._recentre()
@@ -140,14 +140,9 @@ class ModelOptimizer(Optimizer):
                 del self.state[p]
         self.attach(model)
 
-    def _why_not(self, name: str, weight: Tensor) -> str | None:
-        patterns = self._option(weight, "exclude", ())
-        return next((f"excluded by '{p}'" for p in patterns if fnmatchcase(name, p)), None)
-
-    def _option(self, weight: Tensor, name: str, default: Any) -> Any:
-        """An option of the group that holds `weight`."""
-        group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), {})
-        return group.get(name, default)
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by id."""
+        return {id(p): group for group in self.param_groups for p in group["params"]}
 
     def _stage(self, block: Block) -> Stage | None:
         return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
@@ -248,3 +243,8 @@ class ModelOptimizer(Optimizer):
             self._collector.clear()
             for entry, stage in self._collector.staged():
                 frames.recentre(self.state.get(entry.weight, {}), stage)
+
+
+def why_not(group: dict[str, Any], name: str) -> str | None:
+    """Why a layer's parameter of this name has been left out by its group; None if it has not."""
+    return next((f"excluded by '{p}'" for p in group.get("exclude", ()) if fnmatchcase(name, p)), None)

@@ -157,13 +157,13 @@ class Layout:
         kernel: list[int] = []
         unbiased: list[bool] = []
         owner: list[int] = []
-        last = sum(self.shapes[k][0] for k in self.moving)
+        last, without = sum(self.shapes[k][0] for k in self.moving), {*self.unbiased}
         for k, (groups, units, inputs, area) in enumerate(self.shapes):
             if k in self.base:
                 owner += [len(sizes) + j for j in range(groups) for _ in range(units)]
                 sizes += [inputs] * groups
                 kernel += [area] * groups
-                unbiased += [k in self.unbiased] * groups
+                unbiased += [k in without] * groups
             else:
                 owner += [last] * (groups * units)
         self.groups = Segments.of([*sizes, 1], self.device)

@@ -106,17 +106,19 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
-        parts = []
+        parts, groups = [], self._groups()
         if self._collector is not None and self.coordinates != "plain":
             for entry, stage in self._collector.staged():
                 mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
-                parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
+                reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
+                parts.append(distributed.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
         """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go.
 
-        State that has been taken away is made anew, as torch's optimizers do. Compiled steps take all blocks one by one: a compiler fuses those by itself.
+        State that has been taken away is made anew, as torch's optimizers do. Compiled steps take all blocks one by
+        one: a compiler fuses those by itself.
         """
         signature = plans.signature(self.param_groups, compiled)
         if self._plan is not None and self._plan.lacks(self.state):

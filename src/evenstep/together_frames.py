@@ -53,7 +53,8 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     beta = [1.0] * len(blocks)
     if linear and tally:
         found = geometry_beta2(lay.fan_in, lay.tensor([sharing[k] for k in tally])).sqrt().tolist()
-        beta = [dict(zip(tally, found, strict=True)).get(k, 1.0) for k in range(len(blocks))]
+        for k, b in zip(tally, found, strict=True):
+            beta[k] = b
     scales = [(-b if g["maximize"] else b) / (1 - momentum) for g, b in zip(groups, beta, strict=True)]
     moving = [groups[k] for k in lay.moving]
     inputs = [
