@@ -299,3 +299,21 @@ def test_building_and_planning_grow_in_proportion_to_the_layers(foreach, bias):
 
     few, more, many = map(work, (10, 30, 90))
     assert ((many - more) < 3.2 * (more - few)).all()
+
+
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_what_leaves_the_step_of_many_takes_no_room_with_it(name):
+    """Layers frozen one by one: their state does not keep that of all others."""
+    both = pair(name)
+    sizes = []
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        for layer in (model.conv, model.second):
+            layer.requires_grad_(False)
+            train(optimizer, model, "cpu", steps=2)
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        sizes.append(sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values()))
+        model.requires_grad_(True)
+        train(optimizer, model, "cpu", steps=2)
+    assert_same(*both)
+    assert sizes[1] < 1.2 * sizes[0]

@@ -7,7 +7,7 @@ import torch
 
 from .blocks import Block
 from .layout import Layout
-from .motion import gradient
+from .motion import gradient, parted
 
 
 class Plan(NamedTuple):
@@ -32,6 +32,15 @@ class Plan(NamedTuple):
     def lacks(self, state: Any) -> bool:
         """Whether some of that state is gone."""
         return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
+
+    def part(self, state: Any, layouts: list[Layout]) -> None:
+        """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""
+        staying = {id(p) for layout in layouts for block in layout.blocks for p in block.parameters}
+        for layout in self.layouts:
+            leaving = [] if layout.plain_room is None else layout.plain_room.parameters
+            for p in leaving:
+                if id(p) not in staying and p in state:
+                    state[p].update(parted(state[p]))
 
     @property
     def device(self) -> torch.device | None:

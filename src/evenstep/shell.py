@@ -129,10 +129,12 @@ class CoordinateOptimizer(ModelOptimizer):
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
             candidates = self._staged(blocks) if self._together and not compiled else []
-            if self._plan is not None and self._plan.captured:
-                self._retired.append(self._plan)
+            layouts, rest = arrange(candidates, blocks, self.state)
+            if self._plan is not None:
+                self._plan.part(self.state, layouts)
+                self._retired += [self._plan] if self._plan.captured else []
             sizes = [*map(len, self.state.values())]
-            self._plan, self._stale = Plan(signature, blocks, *arrange(candidates, blocks, self.state), sizes), False
+            self._plan, self._stale = Plan(signature, blocks, layouts, rest, sizes), False
             self._nonfinite = self._nonfinite.to(self._plan.device or self._nonfinite.device)
         return self._plan
 
