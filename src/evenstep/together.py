@@ -83,7 +83,7 @@ class Together:
         lay, now = self.layout, self.fixed
         steps = self._directions()
         sums = self._sums(steps)
-        lrs = [float(g["lr"]) for g in lay.param_groups]
+        lrs = [(float(g["lr"]), g.get("plain_ratio")) for g in lay.param_groups]
         both, rate, bias_rate = self.room.kept("rates", (lrs, now.beta), self._rates)
         step, bias_step = self._lengths(rate, bias_rate)
         motion = rows.motion(sums, self.projection, step, bias_step)
