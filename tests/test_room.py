@@ -328,3 +328,22 @@ def test_the_ratio_of_plain_stepsizes_may_be_written(name, options):
         optimizer.param_groups[0]["plain_ratio"] = 0.3
         train(optimizer, model, "cpu", steps=2)
     assert_same(*both)
+
+
+@pytest.mark.parametrize("trust", [0.01, 10.0])
+@pytest.mark.parametrize("fresh_max", [None, 4.0])
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_steps_of_layers_without_a_radius_are_not_told_of(name, fresh_max, trust):
+    both = []
+    for foreach in (False, None):
+        torch.manual_seed(3)
+        model = Net().double()
+        free = [*model.second.parameters(), *model.conv.parameters()]
+        held = [p for p in model.parameters() if not any(p is q for q in free)]
+        groups = [{"params": free, "trust": None}, {"params": held, "trust": trust}]
+        optimizer = OPTIMIZERS[name](groups, model=model, foreach=foreach, fresh_max=fresh_max)
+        train(optimizer, model, "cpu")
+        stages = {entry.path: stage for entry, stage in optimizer._collector.staged()}
+        assert not stages["second"].last[2] and any(stage.last[2] for stage in stages.values())
+        both.append((model, optimizer))
+    assert_same(*both)

@@ -35,6 +35,7 @@ class Fixed(NamedTuple):
     decay: float | None  # if it is the same for all
     radii: list[float]
     guarded: bool
+    free: Tensor | None  # layers that no radius holds, where there are some
     watched: bool  # whether any guard's work is to be counted
     decayed: bool
     eps: Tensor
@@ -69,6 +70,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     number, tau, input_scale, input_share = lay.inputs.widen(lay.tensor(inputs).T).T.contiguous()
     decays = [g.get("decay", 0.0) for g in groups]
     guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
+    free = [k for k in lay.guarded if groups[k]["trust"] is None]
     shares = [
         0.0 if b.entry is None else b.group.get("damping", 0.0) / n for b, n in zip(blocks, lay.sizes, strict=True)
     ]
@@ -85,6 +87,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         decays[0] if len({*decays}) == 1 else None,
         radii,
         guarded,
+        lay.index(free) if free else None,
         bool(lay.guarded) and (guarded or any(g.get("fresh_max") is not None for g in groups)),
         any(g["weight_decay"] for b in blocks for g in (b.group, *b.bias_groups)),
         lay.tensor([g.get("eps", 0.0) for g in groups]),
