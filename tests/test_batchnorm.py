@@ -509,8 +509,8 @@ def registered_twice():
 
 def taps(self, x):
     """Untraceable; what the layer gives is used before the batch norm."""
-    found = [x := layer(x) for layer in (self.net if x.sum() > -1e9 else self.net)]
-    return found[0] + found[-1]
+    found = [x := layer(x) for layer in self.net]
+    return found[0] + found[-1] if x.sum() > -1e9 else x
 
 
 def backwards(self, x):

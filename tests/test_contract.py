@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
@@ -726,3 +727,22 @@ def test_state_that_is_taken_away_is_made_anew(case, how, foreach):
     assert all(p.isfinite().all() for p in model.parameters())
     steps = [int(optimizer.state[p]["step"]) for p in model.parameters() if "step" in optimizer.state[p]]
     assert steps == [1 if p is first or how in ("all", "new") else 3 for p in model.parameters() if "step" in known[p]]
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", ["evenstep", "whitened", "fan-in", "whitened-adamw"])
+def test_a_layer_whose_weight_has_gone_wants_a_refresh(name, foreach):
+    """Pruning computes the weight from another parameter: everything says so, until the model is looked at again."""
+    model = network()
+    optimizer = OPTIMIZERS[name].build(model, foreach=foreach)
+    train(model, optimizer, [batch()])
+    prune.l1_unstructured(model[3], "weight", 0.5)
+    before = weights(model)
+    for ask in (lambda: train(model, optimizer, [batch()]), optimizer.coverage, optimizer.fired):
+        with pytest.raises(RuntimeError, match=r"layer '3' no longer has a parameter 'weight'; call opt\.refresh\(\)"):
+            ask()
+    assert_same(weights(model), before)
+    assert "coverage: layer '3' no longer has" in repr(optimizer)
+    optimizer.refresh()
+    train(model, optimizer, [batch()])
+    assert optimizer.coverage() and "no longer" not in repr(optimizer)

@@ -165,7 +165,11 @@ class ModelOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
-        return f"{super().__repr__()}\ncoverage: {self.coverage().summary()}"
+        try:
+            summary = self.coverage().summary()
+        except RuntimeError as error:  # a layer has changed
+            summary = str(error)
+        return f"{super().__repr__()}\ncoverage: {summary}"
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""

@@ -65,6 +65,12 @@ class Entry:
         return self.places[0][1]
 
     @property
+    def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
+        """The parameters among which the weight is, and its name there."""
+        owner, _, last = self.slot.weight.rpartition(".")
+        return self.module.get_submodule(owner)._parameters, last
+
+    @property
     def weight(self) -> Tensor:
         """The weight as it is now: looked up each time, since frameworks replace parameters."""
         weight = lookup(self.module, self.slot.weight)

@@ -1,6 +1,6 @@
 """Which blocks move in a step, and how: many at once, or one by one."""
 
-from operator import lt
+from operator import contains, lt
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ class Plan(NamedTuple):
     layouts: list[Layout]
     rest: list[Block]
     sizes: list[int]  # how much state each parameter of the optimizer had
+    homes: list[dict[str, Any]]  # where each layer has its weight
+    names: list[str]  # and what it is called there
 
     @property
     def captured(self) -> bool:
@@ -32,6 +34,11 @@ class Plan(NamedTuple):
     def lacks(self, state: Any) -> bool:
         """Whether some of that state is gone."""
         return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers still have their weights."""
+        return all(map(contains, self.homes, self.names))
 
     def part(self, state: Any, layouts: list[Layout]) -> None:
         """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""

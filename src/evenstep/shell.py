@@ -124,7 +124,7 @@ class CoordinateOptimizer(ModelOptimizer):
         if self._plan is not None and self._plan.lacks(self.state):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._stale = True
-        if self._plan is None or self._stale or self._plan.signature != signature:
+        if self._plan is None or self._stale or self._plan.signature != signature or not self._plan.whole:
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
@@ -134,7 +134,9 @@ class CoordinateOptimizer(ModelOptimizer):
                 self._plan.part(self.state, layouts)
                 self._retired += [self._plan] if self._plan.captured else []
             sizes = [*map(len, self.state.values())]
-            self._plan, self._stale = Plan(signature, blocks, layouts, rest, sizes), False
+            homes = [block.entry.home for block in blocks if block.entry is not None]
+            found = [parameters for parameters, _ in homes], [name for _, name in homes]
+            self._plan, self._stale = Plan(signature, blocks, layouts, rest, sizes, *found), False
             self._nonfinite = self._nonfinite.to(self._plan.device or self._nonfinite.device)
         return self._plan
 
