@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -405,6 +406,14 @@ def test_what_cannot_be_traced_is_folded_if_sequential():
     assert type(model.a) is nn.Linear and type(model.b[1]) is nn.Identity
 
 
+def test_a_list_and_a_sequential_of_sequentials_are_folded_where_nothing_is_traced():
+    inner = nn.ModuleList([nn.Sequential(normed(), nn.ReLU()), normed()])
+    model = Forward(lambda self, x: self.a[1](self.a[0](x)) if x.sum() > -1e9 else x, a=inner)
+    x = torch.randn(4, 3)
+    expected = evaluated(model, x)
+    assert_close(evaluated(fold_batchnorm(model), x), expected)
+
+
 def test_parts_without_layers_need_no_trace():
     """Only what holds layers is traced: an activation may look at its values."""
 
@@ -498,7 +507,42 @@ def registered_twice():
     return nn.Sequential(nn.Linear(3, 3), bn, nn.Linear(3, 3), bn)
 
 
+def taps(self, x):
+    """Untraceable; what the layer gives is used before the batch norm."""
+    found = [x := layer(x) for layer in self.net]
+    return found[0] + found[-1] if x.sum() > -1e9 else x
+
+
+def backwards(self, x):
+    return self.net[0](self.net[1](x)) if x.sum() > -1e9 else x
+
+
+def normed():
+    return nn.Sequential(nn.Linear(3, 3), seen(nn.BatchNorm1d(3)))
+
+
+def hooked(at, pre):
+    model = normed()
+    if pre:
+        model[at].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    else:
+        model[at].register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
 NOT_FOLDED = {
+    "tapped where nothing is traced": (lambda: Forward(taps, net=normed()), "that is surely called as a whole, and"),
+    "backwards where nothing is traced": (
+        lambda: Forward(backwards, net=normed()),
+        "does not follow a Conv, ConvTranspose or Linear in an nn.Sequential that is surely called as a whole, and "
+        "torch.fx cannot trace the model: TraceError",
+    ),
+    "in a list where nothing is traced": (
+        lambda: Forward(lambda self, x: taps(SimpleNamespace(net=self.list[0]), x), list=nn.ModuleList([normed()])),
+        "that is surely called as a whole, and",
+    ),
+    "hook on the layer": (lambda: hooked(0, False), "'1' (BatchNorm1d) comes after '0' (Linear), which has a forward"),
+    "pre-hook on the batch norm": (lambda: hooked(1, True), "'1' (BatchNorm1d) has a forward hook; remove it first"),
     "first": (lambda: nn.Sequential(seen(nn.BatchNorm1d(3)), nn.Linear(3, 3)), "'0' (BatchNorm1d) comes after 'input'"),
     "after an activation": (
         lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), seen(nn.BatchNorm1d(3))),

@@ -5,11 +5,13 @@ import gc
 import io
 import pickle
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
@@ -848,3 +850,48 @@ def test_a_model_moved_to_another_device_is_followed(case):
     assert all(p.is_cuda and p.isfinite().all() for p in model.parameters())
     kept = [(k, v) for p in model.parameters() for k, v in optimizer.state[p].items() if torch.is_tensor(v)]
     assert all(v.is_cuda for k, v in kept if k != "step" or case.cls is not evenstep.Whitened)  # torch's rules keep it
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("how", ["all", "new", "one", "empty", "emptied"])
+@every_optimizer
+def test_state_that_is_taken_away_is_made_anew(case, how, foreach):
+    """As torch's optimizers do; what is left goes on."""
+    model = network()
+    optimizer = case.build(model, foreach=foreach)
+    train(model, optimizer, [batch(), batch()])
+    known, first = {p: set(state) for p, state in optimizer.state.items()}, model[0].weight
+    if how == "all":
+        optimizer.state.clear()
+    elif how == "new":
+        optimizer.state = defaultdict(dict)
+    elif how == "one":
+        del optimizer.state[first]
+    elif how == "empty":
+        optimizer.state[first] = {}
+    else:
+        optimizer.state[first].clear()
+    train(model, optimizer, [batch()])
+    assert {p: set(state) for p, state in optimizer.state.items()} == known
+    assert all(p.isfinite().all() for p in model.parameters())
+    steps = [int(optimizer.state[p]["step"]) for p in model.parameters() if "step" in optimizer.state[p]]
+    assert steps == [1 if p is first or how in ("all", "new") else 3 for p in model.parameters() if "step" in known[p]]
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", ["evenstep", "whitened", "fan-in", "whitened-adamw"])
+def test_a_layer_whose_weight_has_gone_wants_a_refresh(name, foreach):
+    """Pruning computes the weight from another parameter: everything says so, until the model is looked at again."""
+    model = network()
+    optimizer = OPTIMIZERS[name].build(model, foreach=foreach)
+    train(model, optimizer, [batch()])
+    prune.l1_unstructured(model[3], "weight", 0.5)
+    before = weights(model)
+    for ask in (lambda: train(model, optimizer, [batch()]), optimizer.coverage, optimizer.fired):
+        with pytest.raises(RuntimeError, match=r"layer '3' no longer has a parameter 'weight'; call opt\.refresh\(\)"):
+            ask()
+    assert_same(weights(model), before)
+    assert "coverage: layer '3' no longer has" in repr(optimizer)
+    optimizer.refresh()
+    train(model, optimizer, [batch()])
+    assert optimizer.coverage() and "no longer" not in repr(optimizer)

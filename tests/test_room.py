@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -252,5 +253,99 @@ def test_unused_layers_keep_their_moments():
             with pytest.warns(UserWarning, match="saw no input") if step == 3 else nullcontext():
                 optimizer.step()
             model.train()
+        both.append((model, optimizer))
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_taken_away_is_made_anew_alike(name):
+    both = pair(name)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        del optimizer.state[model.second.weight]
+        train(optimizer, model, "cpu", steps=3)
+        optimizer.state.clear()
+        train(optimizer, model, "cpu", steps=3)
+    assert_same(*both)
+
+
+def opcodes(run, package=f"{evenstep.__path__[0]}/"):
+    """How many instructions of the library's own code `run` takes, whatever the machine."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_building_and_planning_grow_in_proportion_to_the_layers(foreach, bias):
+    def work(layers):
+        model, made = nn.Sequential(*[nn.Linear(2, 2, bias) for _ in range(layers)]), []
+        built = opcodes(lambda: made.append(evenstep.EvenStep(model, foreach=foreach)))
+        model(torch.randn(4, 2)).sum().backward()
+        return torch.tensor([built, opcodes(made[0].step)])
+
+    few, more, many = map(work, (10, 30, 90))
+    assert ((many - more) < 3.2 * (more - few)).all()
+
+
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_what_leaves_the_step_of_many_takes_no_room_with_it(name):
+    """Layers frozen one by one: their state does not keep that of all others."""
+    both = pair(name)
+    sizes = []
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        for layer in (model.conv, model.second):
+            layer.requires_grad_(False)
+            train(optimizer, model, "cpu", steps=2)
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        sizes.append(sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values()))
+        model.requires_grad_(True)
+        train(optimizer, model, "cpu", steps=2)
+    assert_same(*both)
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"plain_lr": 0.01}])
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_the_ratio_of_plain_stepsizes_may_be_written(name, options):
+    both = pair(name, **options)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=2)
+        optimizer.param_groups[0]["plain_ratio"] = 0.3
+        train(optimizer, model, "cpu", steps=2)
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("trust", [0.01, 10.0])
+@pytest.mark.parametrize("fresh_max", [None, 4.0])
+@pytest.mark.parametrize("name", ["momentum", "even"])
+def test_steps_of_layers_without_a_radius_are_not_told_of(name, fresh_max, trust):
+    both = []
+    for foreach in (False, None):
+        torch.manual_seed(3)
+        model = Net().double()
+        free = [*model.second.parameters(), *model.conv.parameters()]
+        held = [p for p in model.parameters() if not any(p is q for q in free)]
+        groups = [{"params": free, "trust": None}, {"params": held, "trust": trust}]
+        optimizer = OPTIMIZERS[name](groups, model=model, foreach=foreach, fresh_max=fresh_max)
+        train(optimizer, model, "cpu")
+        stages = {entry.path: stage for entry, stage in optimizer._collector.staged()}
+        assert not stages["second"].last[2] and any(stage.last[2] for stage in stages.values())
         both.append((model, optimizer))
     assert_same(*both)

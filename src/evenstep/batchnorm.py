@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from .coverage import lookup
+from .hooks import Inert, Watch
 from .layers import KINDS, AttentionKind, LayerKind, kind_of
 from .moments import accumulation_dtype
 from .wiring import Wiring, listed
@@ -55,8 +56,9 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     with the running statistics: the same function as in eval mode, to rounding. The mode is kept, and so are names:
     what `insert_batchnorm` inserted is taken out, any other batch norm becomes nn.Identity().
 
-    What a batch norm follows is read from a torch.fx trace of the model in eval mode, and from nn.Sequential where
-    there is no trace. Shapes are not known: a BatchNorm1d after a Linear is taken to see [batch, features].
+    What a batch norm follows is read from a torch.fx trace of the model in eval mode; where there is none, from an
+    nn.Sequential that is called as a whole. Forward hooks of others on either are refused. Shapes are not known: a
+    BatchNorm1d after a Linear is taken to see [batch, features].
 
     Weights stay the same objects. Build the optimizer anew, or tell one that was built from the model with
     `opt.refresh()`; it then drops the batch norm's parameters and takes biases that were missing.
@@ -137,7 +139,8 @@ def why_no_place(wiring: Wiring, path: str, layer: nn.Module) -> str | None:
     native = next(cls for cls in holder.__mro__ if cls.__module__.startswith("torch.nn.modules."))
     if native not in CONTAINERS:
         return f"belongs to an nn.{native.__name__}, which uses its weight without calling it"
-    after = (m for m, source in wiring.sources.items() if source is layer and isinstance(m, _BatchNorm))
+    sources = wiring.doubted | wiring.sources
+    after = (m for m, source in sources.items() if source is layer and isinstance(m, _BatchNorm))
     return next((f"is already followed by batch norm, {wiring.where(bn)}" for bn in after), None)
 
 
@@ -151,7 +154,13 @@ def why_no_host(wiring: Wiring, layer: nn.Module) -> str | None:
             return f"has a {name} computed from other parameters (parametrized, normalized or pruned)"
         if isinstance(parameter, UninitializedParameter):
             return f"has a {name} that is not initialized yet; run one forward pass first"
-    return wiring.why_shared(layer)
+    return why_hooked(layer) or wiring.why_shared(layer)
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Whether a hook of others may change what goes into a module, or comes out of it."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return "has a forward hook; remove it first" if any(not isinstance(h, (Watch, Inert)) for h in hooks) else None
 
 
 def why_unfixed(bn: _BatchNorm) -> str | None:
@@ -164,7 +173,7 @@ def why_unfixed(bn: _BatchNorm) -> str | None:
         return "has seen no batch yet, so its statistics mean nothing; train first"
     if not (bn.running_mean.isfinite().all() and bn.running_var.isfinite().all()):
         return "has running statistics that are not finite"
-    return None
+    return why_hooked(bn)
 
 
 def why_apart(wiring: Wiring, bn: _BatchNorm) -> str | None:
@@ -174,7 +183,8 @@ def why_apart(wiring: Wiring, bn: _BatchNorm) -> str | None:
         return f"comes after {wiring.cut[bn]}, not directly after {wanted}"
     if layer is None:
         why = f"torch.fx cannot trace the model: {wiring.failure}" if wiring.failure else "eval mode does not call it"
-        return f"does not follow {wanted} in an nn.Sequential, and {why}"
+        whole = " that is surely called as a whole" if bn in wiring.doubted else ""
+        return f"does not follow {wanted} in an nn.Sequential{whole}, and {why}"
     where = f"comes after {wiring.where(layer)}"
     if not isinstance(layer, LAYERS):
         return f"{where}, not directly after {wanted}"

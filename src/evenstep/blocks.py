@@ -4,6 +4,7 @@ The optimizers see nothing else. A block shows its tensors in the core's shapes,
 [bias, group, unit], and takes a step back to the parameters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,10 +147,10 @@ def gather(
     """
     held = {id(p): group for group in groups for p in group["params"] if trains(p)}
     entries = [entry for entry in entries if not entry.unfit]
-    uses = [id(b) for entry in entries for b in entry.biases if b is not None]
+    uses = Counter(id(b) for entry in entries for b in entry.biases if b is not None)
     found: list[Block] = []
     for entry in entries:
-        biases = [b for b in entry.biases if b is not None and id(b) in held and uses.count(id(b)) == 1]
+        biases = [b for b in entry.biases if b is not None and id(b) in held and uses[id(b)] == 1]
         carried = biases if len(biases) == len(entry.biases) else []
         if id(entry.weight) in held:
             block = Block(entry.weight, held[id(entry.weight)], seen_as(entry, treatment), entry, biases=carried)

@@ -94,15 +94,14 @@ class ModelOptimizer(Optimizer):
 
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer holds."""
-        held = {id(p) for group in self.param_groups for p in group["params"]}
-        present = {id(p) for p in model.parameters()}
-        if not held & present:
+        held, present = self._groups(), {id(p) for p in model.parameters()}
+        if not held.keys() & present:
             raise ValueError(
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
         former = model if self._collector is None else self._collector.model
-        if self.coordinates != "plain" and held & {id(p) for p in former.parameters()} - present:
+        if self.coordinates != "plain" and held.keys() & {id(p) for p in former.parameters()} - present:
             self._warn(
                 "former",
                 f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
@@ -110,8 +109,8 @@ class ModelOptimizer(Optimizer):
                 "holds both.",
             )
         self.detach()
-        self._members = held & (present | self._members if former is model else present)
-        entries, self._left_out = survey(model, self._why_not)
+        self._members = held.keys() & (present | self._members if former is model else present)
+        entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
         self._collector = Collector(
@@ -119,7 +118,7 @@ class ModelOptimizer(Optimizer):
             trained,
             inputs=moments,
             gradients=self.coordinates == "canonical",
-            rows=lambda entry: self._option(entry.weight, "rows", None),
+            rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
@@ -155,14 +154,9 @@ class ModelOptimizer(Optimizer):
                 del self.state[p]
         self.attach(model)
 
-    def _why_not(self, name: str, weight: Tensor) -> str | None:
-        patterns = self._option(weight, "exclude", ())
-        return next((f"excluded by '{p}'" for p in patterns if fnmatchcase(name, p)), None)
-
-    def _option(self, weight: Tensor, name: str, default: Any) -> Any:
-        """An option of the group that holds `weight`."""
-        group = next((g for g in self.param_groups if any(p is weight for p in g["params"])), {})
-        return group.get(name, default)
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by id."""
+        return {id(p): group for group in self.param_groups for p in group["params"]}
 
     def _stage(self, block: Block) -> Stage | None:
         return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
@@ -185,7 +179,11 @@ class ModelOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
-        return f"{super().__repr__()}\ncoverage: {self.coverage().summary()}"
+        try:
+            summary = self.coverage().summary()
+        except RuntimeError as error:  # a layer has changed
+            summary = str(error)
+        return f"{super().__repr__()}\ncoverage: {summary}"
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
@@ -266,3 +264,8 @@ class ModelOptimizer(Optimizer):
             self._collector.clear()
             for entry, stage in self._collector.staged():
                 frames.recentre(self.state.get(entry.weight, {}), stage)
+
+
+def why_not(group: dict[str, Any], name: str) -> str | None:
+    """Why a layer's parameter of this name has been left out by its group; None if it has not."""
+    return next((f"excluded by '{p}'" for p in group.get("exclude", ()) if fnmatchcase(name, p)), None)

@@ -65,6 +65,12 @@ class Entry:
         return self.places[0][1]
 
     @property
+    def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
+        """The parameters among which the weight is, and its name there."""
+        owner, _, last = self.slot.weight.rpartition(".")
+        return self.module.get_submodule(owner)._parameters, last
+
+    @property
     def weight(self) -> Tensor:
         """The weight as it is now: looked up each time, since frameworks replace parameters."""
         weight = lookup(self.module, self.slot.weight)
@@ -114,11 +120,12 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
     second = any(batch_second(module) for module in model.modules())
+    known = Known(model)
     for path, module, kind, slot in slots(model):
         weight = lookup(module, slot.weight)
         if weight is None:
             continue
-        reason = wanted(join(path, slot.weight), weight) or why_shared(model, weight, kind, kind.groups(module))
+        reason = wanted(join(path, slot.weight), weight) or known.why_shared(weight, kind, kind.groups(module))
         if reason:
             reasons |= {id(p): reason for p in (weight, lookup(module, slot.bias)) if p is not None}
             continue
@@ -143,18 +150,23 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
                 yield path, module, kind, slot
 
 
-def why_shared(model: nn.Module, weight: Tensor, kind: LayerKind, groups: int) -> str | None:
-    """Why a weight with several owners cannot have one entry; None if it can."""
-    alike = {
-        join(path, slot.weight)
-        for path, module, other, slot in slots(model)
-        if other is kind and other.groups(module) == groups
-    }
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is weight and join(path, name) not in alike:
+class Known:
+    """Which layers and modules of a model have which weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`shapes` has the kind and groups of each slot by its weight's name, `holders` who has each parameter."""
+        self.shapes = {join(path, slot.weight): (kind, kind.groups(m)) for path, m, kind, slot in slots(model)}
+        self.holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                self.holders.setdefault(id(parameter), []).append((name, path, module))
+
+    def why_shared(self, weight: Tensor, kind: LayerKind, groups: int) -> str | None:
+        """Why a weight with several owners cannot have one entry; None if it can."""
+        for name, path, module in self.holders[id(weight)]:
+            if self.shapes.get(join(path, name)) != (kind, groups):
                 return f"shared with {type(module).__name__} '{path}'"
-    return None
+        return None
 
 
 def join(path: str, name: str) -> str:

@@ -1,7 +1,6 @@
 """Which blocks can move together, and where their units and inputs then lie: end to end in one tensor each."""
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -127,14 +126,13 @@ class Layout:
         self.captured = False  # whether a CUDA graph holds its addresses
         groups = [g for b in blocks for g in (b.group, *b.bias_groups)]
         self.param_groups = list({id(g): g for g in groups}.values())
-        self._read = [itemgetter(*(n for n in SETTINGS if n in g)) for g in self.param_groups]
         self._group()
         self._column()
         self._adopt()
 
     def settings(self) -> list[Any]:
         """All settings of the groups but lr, to see whether they have changed."""
-        return [read(group) for read, group in zip(self._read, self.param_groups, strict=True)]
+        return [[*map(group.get, SETTINGS)] for group in self.param_groups]
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """Numbers as a tensor of this layout."""
@@ -157,13 +155,13 @@ class Layout:
         kernel: list[int] = []
         unbiased: list[bool] = []
         owner: list[int] = []
-        last = sum(self.shapes[k][0] for k in self.moving)
+        last, without = sum(self.shapes[k][0] for k in self.moving), {*self.unbiased}
         for k, (groups, units, inputs, area) in enumerate(self.shapes):
             if k in self.base:
                 owner += [len(sizes) + j for j in range(groups) for _ in range(units)]
                 sizes += [inputs] * groups
                 kernel += [area] * groups
-                unbiased += [k in self.unbiased] * groups
+                unbiased += [k in without] * groups
             else:
                 owner += [last] * (groups * units)
         self.groups = Segments.of([*sizes, 1], self.device)

@@ -1,12 +1,13 @@
 """Which blocks move in a step, and how: many at once, or one by one."""
 
+from operator import contains, lt
 from typing import Any, NamedTuple
 
 import torch
 
 from .blocks import Block
 from .layout import Layout
-from .motion import gradient
+from .motion import gradient, parted
 
 
 class Plan(NamedTuple):
@@ -16,6 +17,9 @@ class Plan(NamedTuple):
     blocks: list[Block]
     layouts: list[Layout]
     rest: list[Block]
+    sizes: list[int]  # how much state each parameter of the optimizer had
+    homes: list[dict[str, Any]]  # where each layer has its weight
+    names: list[str]  # and what it is called there
 
     @property
     def captured(self) -> bool:
@@ -26,6 +30,24 @@ class Plan(NamedTuple):
     def all_seen(self) -> bool:
         """Whether the step of many blocks has all of them, and has found that each layer saw something."""
         return bool(self.layouts) and not self.rest and all(layout.all_seen for layout in self.layouts)
+
+    def lacks(self, state: Any) -> bool:
+        """Whether some of that state is gone."""
+        return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers still have their weights."""
+        return all(map(contains, self.homes, self.names))
+
+    def part(self, state: Any, layouts: list[Layout]) -> None:
+        """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""
+        staying = {id(p) for layout in layouts for block in layout.blocks for p in block.parameters}
+        for layout in self.layouts:
+            leaving = [] if layout.plain_room is None else layout.plain_room.parameters
+            for p in leaving:
+                if id(p) not in staying and p in state:
+                    state[p].update(parted(state[p]))
 
     @property
     def device(self) -> torch.device | None:

@@ -86,7 +86,7 @@ class Room:
         self.row_of = [[v.unsqueeze(-1) for v in some] for some in self.unit_of]
         self.biases_of = [[some[k].view(-1) for k in lay.biased] for some in self.unit_of]
         self.sums = RowSums(*(self.unit[row] for row in (ALONG, STRETCH, BEND, LEVEL, LENGTH2)))
-        self.shifted = [k for k in lay.moving if k not in lay.unbiased]
+        self.shifted = sorted({*lay.moving} - {*lay.unbiased})
         self.shifts = (
             [self.row_of[BIAS_GRAD][k] for k in self.shifted],
             [self.column_of[SHIFT][k] for k in self.shifted],
@@ -104,7 +104,8 @@ class Room:
             self.buffers = [part.view(s) for part, s in zip(wholes, self.shapes, strict=True)]
             weights = [b.weight for b in lay.blocks]
             places = [part.as_strided(w.shape, w.stride()) for w, part in zip(weights, wholes, strict=True)]
-            bias_places = [self._per_unit(self.bias_momentum)[k].view(-1) for k in lay.biased]
+            of_unit = self._per_unit(self.bias_momentum)
+            bias_places = [of_unit[k].view(-1) for k in lay.biased]
             biases = [lay.blocks[k].biases[0] for k in lay.biased]
             self.momentum_of = [*zip(weights, places, strict=True), *zip(biases, bias_places, strict=True)]
 
@@ -124,7 +125,10 @@ class Room:
                 found += [(weight, "square", square), (weight, "square_mass", mass)]
         found += [(p, "momentum_buffer", place) for p, place in self.momentum_of]
         found += [(p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True)]
-        return [(p, [(name, place) for q, name, place in found if q is p]) for p in self.parameters]
+        places: dict[int, list[tuple[str, Tensor]]] = {}
+        for p, name, place in found:
+            places.setdefault(id(p), []).append((name, place))
+        return [(p, places[id(p)]) for p in self.parameters]
 
     def _columns(self, values: Tensor) -> dict[int, Tensor]:
         """What each moving block sees of values per column, to meet its weight."""

@@ -128,27 +128,37 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
-        parts = []
+        parts, groups = [], self._groups()
         if self._collector is not None and self.coordinates != "plain":
             for entry, stage in self._collector.staged():
                 mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
-                parts.append(distributed.Part(stage, mass, self._option(entry.weight, "reduction", "sum")))
+                reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
+                parts.append(distributed.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
         """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go.
 
-        Compiled steps take all blocks one by one: a compiler fuses those by itself.
+        State that has been taken away is made anew, as torch's optimizers do. Compiled steps take all blocks one by
+        one: a compiler fuses those by itself.
         """
         signature = plans.signature(self.param_groups, compiled)
-        if self._plan is None or self._stale or self._plan.signature != signature:
+        if self._plan is not None and self._plan.lacks(self.state):
+            self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
+            self._stale = True
+        if self._plan is None or self._stale or self._plan.signature != signature or not self._plan.whole:
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
             candidates = self._staged(blocks) if self._together and not compiled else []
-            if self._plan is not None and self._plan.captured:
-                self._retired.append(self._plan)
-            self._plan, self._stale = Plan(signature, blocks, *arrange(candidates, blocks, self.state)), False
+            layouts, rest = arrange(candidates, blocks, self.state)
+            if self._plan is not None:
+                self._plan.part(self.state, layouts)
+                self._retired += [self._plan] if self._plan.captured else []
+            sizes = [*map(len, self.state.values())]
+            homes = [block.entry.home for block in blocks if block.entry is not None]
+            found = [parameters for parameters, _ in homes], [name for _, name in homes]
+            self._plan, self._stale = Plan(signature, blocks, layouts, rest, sizes, *found), False
             self._nonfinite = self._nonfinite.to(self._plan.device or self._nonfinite.device)
         return self._plan
 

@@ -93,6 +93,8 @@ class Together:
             unit2, step2 = rows.reach(sums, self.projection, motion.back, step, bias_step)
             relative2 = guards.relative(unit2, step2, floor)
             largest2 = lay.units.most(relative2)
+            if now.free is not None:
+                largest2.index_fill_(0, now.free, 0)
             pairs = zip(largest2.tolist(), now.radii, strict=True)
             if not all(guards.surely_free(most, radius, not self.linear) for most, radius in pairs):
                 radius = lay.units.widen(lay.tensor(now.radii))

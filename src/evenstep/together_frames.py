@@ -35,6 +35,7 @@ class Fixed(NamedTuple):
     decay: float | None  # if it is the same for all
     radii: list[float]
     guarded: bool
+    free: Tensor | None  # layers that no radius holds, where there are some
     watched: bool  # whether any guard's work is to be counted
     decayed: bool
     eps: Tensor
@@ -53,7 +54,8 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     beta = [1.0] * len(blocks)
     if linear and tally:
         found = geometry_beta2(lay.fan_in, lay.tensor([sharing[k] for k in tally])).sqrt().tolist()
-        beta = [dict(zip(tally, found, strict=True)).get(k, 1.0) for k in range(len(blocks))]
+        for k, b in zip(tally, found, strict=True):
+            beta[k] = b
     scales = [(-b if g["maximize"] else b) / (1 - momentum) for g, b in zip(groups, beta, strict=True)]
     moving = [groups[k] for k in lay.moving]
     inputs = [
@@ -68,6 +70,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
     number, tau, input_scale, input_share = lay.inputs.widen(lay.tensor(inputs).T).T.contiguous()
     decays = [g.get("decay", 0.0) for g in groups]
     guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
+    free = [k for k in lay.guarded if groups[k]["trust"] is None]
     shares = [
         0.0 if b.entry is None else b.group.get("damping", 0.0) / n for b, n in zip(blocks, lay.sizes, strict=True)
     ]
@@ -84,6 +87,7 @@ def fixed(layout: Layout, tally: dict[int, list[float]], old: list[float], momen
         decays[0] if len({*decays}) == 1 else None,
         radii,
         guarded,
+        lay.index(free) if free else None,
         bool(lay.guarded) and (guarded or any(g.get("fresh_max") is not None for g in groups)),
         any(g["weight_decay"] for b in blocks for g in (b.group, *b.bias_groups)),
         lay.tensor([g.get("eps", 0.0) for g in groups]),

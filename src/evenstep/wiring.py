@@ -17,12 +17,16 @@ class Wiring:
     `paths` and `names` are all places of a module and of a parameter (by id); `calls` has for each trace the calls of
     each module, and `failure` says why there is no trace; `read` are the parameters that a forward uses without calling
     their module; `sources` gives the module whose output another takes, `cut` what it takes if that is no such output.
+    `doubted` are sources in an nn.Sequential that may be called part by part: no trace tells.
     """
 
     def __init__(
         self, model: nn.Module, leaves: tuple[type[nn.Module], ...], chains: tuple[type[nn.Module], ...]
     ) -> None:
-        """`leaves` are not looked into; modules of the types `chains` call their children one after the other."""
+        """`leaves` are not looked into; modules of the types `chains` call their children one after the other.
+
+        A chain that is no plain nn.Sequential is always called as a whole.
+        """
         self.model = model
         self.paths = gathered((module, path) for path, module in model.named_modules(remove_duplicate=False))
         self.names = gathered((id(p), name) for name, p in model.named_parameters(remove_duplicate=False))
@@ -33,9 +37,12 @@ class Wiring:
             for graph in graphs
         ]
         self.sources: dict[nn.Module, nn.Module] = {}
-        for chain in model.modules():
+        self.doubted: dict[nn.Module, nn.Module] = {}
+        for path, chain in model.named_modules():
             if isinstance(chain, nn.Sequential) and type(chain).forward in {cls.forward for cls in chains}:
-                self.sources.update((after, before) for before, after in pairwise(chain))
+                sure = bool(graphs) or type(chain).forward is not nn.Sequential.forward or called_whole(model, path)
+                found = self.sources if sure else self.doubted
+                found.update((after, before) for before, after in pairwise(chain))
         self.cut: dict[nn.Module, str] = {}
         for calls in self.calls:
             self._follow(calls)
@@ -86,10 +93,14 @@ class Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
-        """`leaves` are types."""
+    def __init__(self, leaves: tuple[type[nn.Module], ...], answer: bool | None = None) -> None:
+        """`leaves` are types; `answer` is given where a forward asks whether a value is true, which fails otherwise."""
         super().__init__()
-        self.leaves = leaves
+        self.leaves, self.answer = leaves, answer
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """What a forward that depends on its values is told."""
+        return super().to_bool(obj) if self.answer is None else self.answer
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """What holds no leaf may do what it likes in its forward."""
@@ -97,7 +108,29 @@ class Tracer(fx.Tracer):
         return isinstance(m, self.leaves) or not inside or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> tuple[list[fx.Graph], str]:
+def called_whole(model: nn.Module, path: str) -> bool:
+    """Whether the nn.Sequential at `path` is called as a module, and none of its parts by itself.
+
+    The module that has it is traced alone, with values that it asks for taken as true, and as false. A model itself is
+    called, and so is what an nn.Sequential that is has.
+    """
+    if not path:
+        return True
+    owner, _, name = path.rpartition(".")
+    while isinstance(holder := model.get_submodule(owner), (nn.ModuleList, nn.ModuleDict)) and owner:
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}"
+    if type(holder).forward is nn.Sequential.forward:
+        return called_whole(model, owner)
+    graphs = [trace(holder, (nn.Module,), answer)[0] for answer in (True, False)]
+    nodes = [node for some in graphs for graph in some for node in graph.nodes]
+    used = [str(node.target) for node in nodes if node.op in ("call_module", "get_attr")]
+    return all(graphs) and name in used and not any(target.startswith(f"{name}.") for target in used)
+
+
+def trace(
+    model: nn.Module, leaves: tuple[type[nn.Module], ...], answer: bool | None = None
+) -> tuple[list[fx.Graph], str]:
     """The graphs of `model` in eval mode, or why there is none.
 
     The first has optional arguments at their defaults; the second, where it can be had, has them given.
@@ -110,7 +143,7 @@ def trace(model: nn.Module, leaves: tuple[type[nn.Module], ...]) -> tuple[list[f
             module.training = False
         for fixed in [defaults, {}] if defaults else [{}]:
             try:
-                graphs.append(Tracer(leaves).trace(model, fixed))
+                graphs.append(Tracer(leaves, answer).trace(model, fixed))
             except Exception as error:  # a forward that is given symbols may raise anything
                 if not graphs:
                     return [], f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -321,7 +321,7 @@ def measure(
         stopped = tl.sum(held, 0)
         tl.store(last + mine, raised)
         tl.store(last + mine + 1, stopped)
-        tl.store(last + mine + 2, tl.sqrt(tl.max(largest, 0)))
+        tl.store(last + mine + 2, tl.where(radius < float("inf"), tl.sqrt(tl.max(largest, 0)), 0.0))
         tl.store(fired + mine, tl.load(fired + mine) + raised)
         tl.store(fired + mine + 1, tl.load(fired + mine + 1) + stopped)
         tl.store(fired + mine + 2, tl.load(fired + mine + 2) + 1)

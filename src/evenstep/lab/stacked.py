@@ -78,12 +78,13 @@ class StackedCoordinates:
         self.optimizer, self.params, self.rates = optimizer, params, rates
         self.blocks = optimizer._blocks(lambda p: p.requires_grad)
         self.names = {id(p): name for name, p in model.named_parameters()}
+        groups = optimizer._groups()
         self.watcher = Watcher(
             model,
             dict.fromkeys(block.entry for block in self.blocks if block.entry is not None),
             inputs=optimizer.coordinates in ("whitened", "canonical"),
             gradients=optimizer.coordinates == "canonical",
-            rows=lambda entry: optimizer._option(entry.weight, "rows", None),
+            rows=lambda entry: groups.get(id(entry.weight), {}).get("rows"),
         )
         optimizer._init_state(self.blocks)
         every = [p for block in self.blocks for p in block.parameters]
