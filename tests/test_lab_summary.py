@@ -135,7 +135,12 @@ def test_no_target_where_all_diverged():
 def test_what_ended_above_the_first_loss_counts_as_diverged_everywhere():
     l0 = math.log(10)
     found = summary.series(
-        [record("sg", 1e6, [3.4]), record("sg", 1e30, [2.307]), record("adam", 0.1, [2.25]), record("adam", 0.2, [2.31])]
+        [
+            record("sg", 1e6, [3.4]),
+            record("sg", 1e30, [2.307]),
+            record("adam", 0.1, [2.25]),
+            record("adam", 0.2, [2.31]),
+        ]
     )
     lost, good = (summary.summarize(s, l0, 2.2) for s in found)
     assert lost.losses == [math.inf] and lost.stepsize == 1e30, "the nearest to a result, where there is none"
