@@ -43,6 +43,7 @@ def main(options: Options) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    usage.any_terminal()
     base = bench.Setting(
         "",
         options.contenders,
