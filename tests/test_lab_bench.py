@@ -92,10 +92,44 @@ def test_the_command_writes_records(tmp_path, capsys):
         (["--contenders", "evnstep"], "did you mean 'evenstep'?"),
         (["--rounds", "0"], "--rounds must be between"),
         (["--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--batch", "-3"], "--batch must be between 1 and 1000000; got -3"),
+        (["--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
+        (["--batch", "1", "--contenders", "batch-norm"], "--batch 1 is too small for batch-norm"),
+        (["--threads", "-1"], "--threads must be between 0 and 1024; got -1"),
+        (["--seed", "99999999999999999999999"], "--seed must be between 0"),
+        (["--contenders"], "--contenders is empty, so there is nothing to run"),
+        (["--model"], "--model is empty, so there is nothing to run; name a network, or add --sweep"),
+        (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
+        (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
+        (["--model", "mlp", "--contenders", "sgd", "kfac"], "needs kfac-pytorch"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said, capsys):
+@pytest.mark.parametrize("main", [lambda words: cli.main(["bench", *words]), bench.main])
+def test_bad_input_is_one_line(main, arguments, said, capsys):
     with pytest.raises(SystemExit) as done:
-        cli.main(["bench", *arguments])
+        main(arguments)
     error = capsys.readouterr().err
     assert done.value.code == 2 and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("of_command", [True, False])
+def test_contenders_that_a_network_cannot_have_are_named(of_command, tmp_path, capsys):
+    words = ["--model", "gpt-tiny", "--contenders", "batch-norm", "sgd", "sgd", "--rounds", "2"]
+    if of_command:
+        with pytest.raises(SystemExit):
+            cli.main(["bench", *words, "--out", str(tmp_path)])
+    else:
+        bench.main(words)
+    shown = capsys.readouterr().out
+    assert "gpt-tiny cannot have batch-norm, which is left out; its times are measured by sgd\n" in shown
+    assert shown.count("  sgd ") == 1
+
+
+def test_a_table_takes_records_measured_by_one_contender(tmp_path, capsys):
+    for name in ("sgd", "evenstep"):
+        setting = bench.Setting("mlp", (name,), batch=2, rounds=2, width=64)
+        records.append(tmp_path / "bench.jsonl", bench.run(setting, warm_up=1))
+    for path, said in ((tmp_path / "bench.jsonl", "measured by sgd and evenstep"), (tmp_path, "no record of bench")):
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(["--table", str(path)])
+        assert said in capsys.readouterr().err

@@ -82,6 +82,20 @@ class Picky(nn.Module):
 class Blind(Picky):
     def forward(self, x):
         return x
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4))
+def imaginary():
+    return nn.Linear(4, 4, dtype=torch.complex64)
+def meta():
+    return nn.Linear(4, 4, device="meta")
+def nothing():
+    return nn.ParameterList([torch.empty(0)])
+def words():
+    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+def dense():
+    return nn.Linear(4, 4)
+def hollow():
+    return nn.Linear(0, 4)
 """
 
 
@@ -580,6 +594,15 @@ def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
     assert "has no *.jsonl records" in refused(capsys, "report", tmp_path)
 
 
+def test_paths_are_written_in_any_terminal(tmp_path):
+    (tmp_path / "ünï").mkdir()
+    (tmp_path / "ünï" / "records.jsonl").write_text('{"config": {}}\n')
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "evenstep", "report", str(tmp_path / "ünï")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "\\xfcn\\xef" in done.stdout
+
+
 # reproduce
 
 
@@ -739,11 +762,48 @@ def test_doctor_takes_inputs_from_the_file(model_file, capsys):
         ("build", ["--input", "3xtwo"], "--input must be a shape such as 8x3x32x32; got '3xtwo'"),
         ("build", ["--input", "4x3x9x9"], "model.py: RuntimeError: "),
         ("Picky", ["--input", "2x4"], "model.py:17: RuntimeError: not today"),
-        ("Blind", ["--input", "2x4"], "no tensor that depends on its parameters"),
+        ("Blind", ["--input", "2x4"], "evenstep: the model's output has no tensor that depends on its parameters"),
+        ("lazy", [], "model.py:lazy: 0.weight has no shape yet; call the model once"),
+        ("imaginary", [], "complex parameters are not supported; train torch.view_as_real"),
+        ("meta", [], "model.py:meta: weight is on the device meta"),
+        ("nothing", [], "returned a model without parameters to train"),
+        ("words", ["--input", "2x4"], "gives random float32 numbers; for other inputs define inputs() in "),
+        ("build", ["--input", "2x²"], "--input must be a shape such as 8x3x32x32; got '2x²'"),
+        ("build", ["--input", "2x0"], "--input must be a shape such as 8x3x32x32; got '2x0'"),
+        ("build", ["--input", "100000x100000x100000"], "--input must have at most 64 sizes and"),
+        ("build", ["--input", "9" * 26], "--input must have at most 64 sizes and"),
+        ("build", ["--input", "9" * 5000], "--input must have at most 64 sizes and"),
+        ("build", ["--input", "x".join("1" * 99)], "--input must have at most 64 sizes and"),
     ],
 )
 def test_faults_of_the_users_file_are_one_line_with_their_place(function, more, message, model_file, capsys):
     assert message in refused(capsys, "doctor", f"{model_file}:{function}", *more)
+
+
+def test_inputs_that_are_a_list_are_one_argument(model_file, capsys):
+    model_file.write_text(MODEL + "\ndef inputs():\n    return [torch.zeros(2, 4)]\n")
+    told = refused(capsys, "doctor", f"{model_file}:dense")
+    assert "must be Tensor, not list; inputs() returned a list, which is one argument" in told
+    model_file.write_text(model_file.read_text() + "\nclass Many(Picky):\n    def forward(self, x):\n        "
+                          "return self.layer(x[0])\n")  # fmt: skip
+    assert call("doctor", f"{model_file}:Many") == 0 and "Time: " in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_doctor_takes_a_layer_without_weights(model_file, capsys):
+    assert call("doctor", f"{model_file}:hollow") == 0 and "add at most about 0.00%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a_model.py", "random.py"])
+def test_a_users_file_is_a_module_like_any_other(name, tmp_path, capsys):
+    import random
+
+    (tmp_path / name).write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom torch import nn\n"
+        "@dataclass\nclass Config:\n    width: int = 4\ndef build():\n    return nn.Linear(Config().width, 4)\n"
+    )
+    assert call("doctor", f"{tmp_path / name}:build") == 0
+    assert "20 parameters train" in capsys.readouterr().out and sys.modules["random"] is random
 
 
 def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys):

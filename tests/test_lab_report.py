@@ -12,6 +12,7 @@ import pytest
 
 from evenstep.lab import (
     comparison,
+    figures,
     labels,
     reading,
     records,
@@ -173,6 +174,44 @@ def test_odd_numbers_in_rows_do_no_harm(tmp_path):
     assert write(tmp_path, run).exists() and reading.read(tmp_path).runs[0]["metrics"][0]["train_loss"] is None
 
 
+def with_row(**row):
+    run = record("sg", 0.1, [2.0, 1.0])
+    run["metrics"][-1] |= row
+    return run
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [record("sg", 1e300, [1.0]), record("sg", 1, [1.2])],
+        [record("sg", 5e-324, [1.0]), record("sg", 1e300, [1.2])],
+        [record("sg", 5e-324, [1.0])],
+        [record("sg", 0.1, [1e-320])],
+        [record("sg", 0.1, [10**300], data="other"), record("sg", 0.2, [1.0], data="other")],
+        [record("sg", 0.1, [-1.0])],
+        [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
+        [record("sg", 0.1, [1.0], model_options=[3])],
+        [record("sg", 0.1, [1.0], model_options="wide")],
+        [with_row(guarded_units="many")],
+    ],
+)
+def test_a_report_is_made_over_any_values(odd, tmp_path):
+    assert write(tmp_path, *odd).exists() and len(list((tmp_path / "figures").iterdir())) == 2
+
+
+def test_figures_say_what_they_leave_out():
+    found = comparison.compare([record("sg", 1e300, [1.0]), record("sg", 1.0, [1e-200]), record("sg", 0.5, [1.1])])
+    drawn = [draw(found).axes[0].get_xlabel() for draw in (figures.curves, figures.sensitivity)]
+    assert drawn[0] == "epoch; not drawn: 1 outside 1e-100 to 1e+100" and "not drawn: 2 outside" in drawn[1]
+
+
+def test_what_ended_above_the_first_loss_is_shown_as_diverged(tmp_path):
+    found = comparison.compare([record("evenstep", 1e6, [3.4]), record("evenstep", 1e30, [2.307])])
+    assert tables.tuned(found).rows[0][1] == tables.Cell("diverged", None)
+    assert tables.tuning(found).rows[0][0] == tables.Cell("–", None) and found.target is None
+
+
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
     assert "No run of a method at a stepsize" in report.write(tmp_path).read_text(encoding="utf-8")
 
@@ -223,6 +262,12 @@ def test_the_command_shown_makes_the_runs_again(augment):
     assert [{**vars(t), "data": "CIFAR-10"} for t in trials] == wanted
 
 
+def test_the_command_shown_has_the_very_stepsizes():
+    rates = [0.0123456789, 0.1 + 0.2, 1.0, 1e30]
+    [line] = rerun.commands(summary.series(record("sg", lr, [1.0]) for lr in rates))
+    assert [t.lr for t in sweep_command.grid(parsed(line))] == rates and "0.0123456789 0.30000000000000004 1 " in line
+
+
 def parsed(line):
     from evenstep.lab import cli
 
@@ -257,10 +302,13 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path):
 
 @pytest.mark.parametrize("content", ["nonsense", "3", "[3]", '[{"experiment": "fig1"}]', '{"a": 1}',
     '[{"experiment": 1, "section": "", "claim": "", "held": true, "text": ""}]',
-    '[{"experiment": "a", "section": "", "claim": "", "held": "yes", "text": ""}]'])  # fmt: skip
+    '[{"experiment": "a", "section": "", "claim": "", "held": "yes", "text": ""}]',
+    '[{"experiment": "a", "section": "", "claim": "", "held": [], "text": ""}]',
+    '[{"experiment": "a", "section": "", "claim": "", "held": 1, "text": ""}]', "[" * 100_000])  # fmt: skip
 def test_a_damaged_file_of_verdicts_is_left_out(content, tmp_path):
     (tmp_path / "verdicts.json").write_text(content)
-    assert verdicts.read(tmp_path) == [] and report.write(tmp_path).exists()
+    assert verdicts.read(tmp_path) == []
+    assert "verdicts.json: not a list of verdicts" in report.write(tmp_path).read_text(encoding="utf-8")
 
 
 def test_tables_sort_what_is_missing_last():

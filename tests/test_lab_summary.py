@@ -132,6 +132,33 @@ def test_no_target_where_all_diverged():
     assert summary.common_target(summary.series([record("sg", 0.1, [None])])) is None
 
 
+def test_what_ended_above_the_first_loss_counts_as_diverged_everywhere():
+    l0 = math.log(10)
+    found = summary.series(
+        [
+            record("sg", 1e6, [3.4]),
+            record("sg", 1e30, [2.307]),
+            record("adam", 0.1, [2.25]),
+            record("adam", 0.2, [2.31]),
+        ]
+    )
+    lost, good = (summary.summarize(s, l0, 2.2) for s in found)
+    assert lost.losses == [math.inf] and lost.stepsize == 1e30, "the nearest to a result, where there is none"
+    assert lost.width == summary.Width(0.0, below=False, above=False)
+    assert good.width == summary.Width(0.0, below=True, above=False)
+    assert summary.common_target(found, l0) == 2.25 and summary.common_target(found[:1], l0) is None
+
+
+@given(st.floats(0.1, 3.0), st.floats(0.1, 3.0))
+def test_the_common_target_is_never_above_the_first_loss(final, l0):
+    target = summary.common_target(summary.series([record("sg", 0.1, [5.0, final])]), l0)
+    assert target is None if final > l0 else final <= target <= l0
+
+
+def test_losses_too_small_to_round_stay_as_they_are():
+    assert [summary.round_up(loss) for loss in (1e-320, 5e-324, 0.0, -1.0)] == [1e-320, 5e-324, 0.0, -1.0]
+
+
 def test_half_of_the_seeds_missing_the_target_is_a_miss():
     runs = summary.series([record("sg", 0.1, [1.0, 0.5], 0), record("sg", 0.1, [1.0, 0.9], 1)])
     assert math.isinf(summary.summarize(runs[0], 2.3, 0.6).reach.epochs)

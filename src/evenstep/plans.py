@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
     def one_by_one(self, blocks: list[Block]) -> "Plan":
         """A plan for some of the blocks alone."""
-        return Plan(self.signature, blocks, [], blocks)
+        return self._replace(blocks=blocks, layouts=[], rest=blocks)
 
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:

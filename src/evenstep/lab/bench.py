@@ -85,8 +85,12 @@ CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "kfac": KFAC,
     "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=1e-9, momentum=MOMENTUM),
 }
-
-
+NEEDS = {
+    "shampoo": "pytorch_optimizer",
+    "soap": "pytorch_optimizer",
+    "kfac": "kfac.preconditioner",
+    "singd": "singd.optim.optimizer",
+}
 ELSEWHERE = {"kfac", "singd"}  # keep their factors outside `state`
 
 
@@ -181,8 +185,7 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
         torch.set_num_threads(setting.threads)
     if torch.device(setting.device).type == "cpu":
         steady_heap()
-    known = [n for n in setting.contenders if n != "batch-norm" or SUBJECTS[setting.model].norm]
-    contenders = [Contender(name, setting) for name in known]
+    contenders = [Contender(name, setting) for name in taking_part(setting)]
     device = contenders[0].device
     memory = {}
     for c in contenders:
@@ -252,7 +255,10 @@ def table(record: records.Record) -> str:
 def markdown(found: Sequence[records.Record]) -> str:
     """Records as a table for the docs: a row for each comparison, a column for each contender."""
     names = list(dict.fromkeys(row["contender"] for record in found for row in record["metrics"][1:]))
-    first = found[0]["metrics"][0]["contender"]
+    measures = list(dict.fromkeys(record["metrics"][0]["contender"] for record in found))
+    if len(measures) > 1:
+        raise usage.UsageError(f"these records are measured by {' and '.join(measures)}; a table takes one of them")
+    first = measures[0]
     lines = [f"| | {first}, ms | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 2)]
     for record in found:
         rows = {row["contender"]: row for row in record["metrics"]}
@@ -277,37 +283,97 @@ def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep
     return found
 
 
+def taking_part(setting: Setting) -> list[str]:
+    """The contenders that the network can have, each once."""
+    can = SUBJECTS[setting.model].norm
+    return [name for name in dict.fromkeys(setting.contenders) if name != "batch-norm" or can]
+
+
+def checked(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:
+    """The comparisons asked for, if all of them can be made."""
+    for name in models:
+        usage.known_name(name, SUBJECTS, "network")
+    if not models and not sweep:
+        raise usage.UsageError("--model is empty, so there is nothing to run; name a network, or add --sweep")
+    for name in usage.some(base.contenders, "--contenders"):
+        usage.known_name(name, CONTENDERS, "contender")
+        if name in NEEDS:
+            peer(NEEDS[name])
+    for batch in batches:
+        usage.in_range(batch, 1, 1_000_000, "--batch")
+    usage.in_range(base.rounds, 2, 100_000, "--rounds")
+    usage.in_range(base.threads, 0, 1024, "--threads")
+    usage.in_range(base.seed, 0, 2**63 - 1, "--seed")
+    found = settings(base, models, batches, sweep)
+    for setting in found:
+        if not (names := taking_part(setting)):
+            raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
+        if setting.channels_last and len(SUBJECTS[setting.model].shape) != 4:
+            raise usage.UsageError(f"--channels-last is for images, and {setting.model} takes none; leave one out")
+        if setting.batch == 1 and "batch-norm" in names:
+            raise usage.UsageError("--batch 1 is too small for batch-norm, which needs 2; leave one out")
+    usage.usable_device(base.device)
+    return found
+
+
+def left_out(found: Sequence[Setting]) -> list[str]:
+    """A line for each network that cannot have all contenders."""
+    lines = []
+    for setting in {s.model: s for s in found}.values():
+        names = taking_part(setting)
+        missing = [name for name in setting.contenders if name not in names]
+        if missing:
+            line = f"{setting.model} cannot have {', '.join(dict.fromkeys(missing))}, which is left out"
+            first = f"; its times are measured by {names[0]}" if names[0] != setting.contenders[0] else ""
+            lines.append(line + first)
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Without rich and tyro, for machines that have torch alone."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="*", choices=SUBJECTS, default=["paper-cnn", "paper-cnn-4"])
+    networks, optimizers = f"any of {', '.join(SUBJECTS)}", f"any of {', '.join(CONTENDERS)}"
+    parser.add_argument("--model", nargs="*", default=["paper-cnn", "paper-cnn-4"], help=networks)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["sgd", "whitened-sgd", "evenstep"])
+    parser.add_argument("--contenders", nargs="*", default=["sgd", "whitened-sgd", "evenstep"], help=optimizers)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, nargs="+", default=[])
+    parser.add_argument("--batch", type=int, nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--autocast", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="file to add the records to")
     parser.add_argument("--table", type=Path, help="no run: the records of this file as a table for the docs")
     args = parser.parse_args(arguments)
-    if args.table is not None:
-        found = [r for r in records.read(args.table) if r["config"].get("bench") is True]
-        if not found:
-            parser.error(f"{args.table}: no record of bench there")
-        print(markdown(found))
-        return
+    try:
+        show(args.table) if args.table is not None else compare(args)
+    except usage.UsageError as error:
+        parser.exit(2, f"bench: {error}\n")
+
+
+def show(path: Path) -> None:
+    """Print the records of a file as a table for the docs."""
+    found = [r for r in records.read(path) if r["config"].get("bench") is True] if path.is_file() else []
+    if not found:
+        raise usage.UsageError(f"--table {path}: no record of bench there; give a file that --out wrote")
+    print(markdown(found))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Time what is asked for."""
     base = Setting(
         "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,
-        args.threads,
+        args.threads, seed=args.seed,
     )  # fmt: skip
-    for setting in settings(base, args.model, args.batch, args.sweep):
-        try:
-            record = run(setting)
-        except usage.UsageError as error:
-            parser.error(str(error))
+    found = checked(base, args.model, args.batch, args.sweep)
+    if args.out is not None:
+        usage.writable_folder(args.out.parent)
+    for line in left_out(found):
+        print(line)
+    for setting in found:
+        record = run(setting)
         print(table(record), flush=True)
         if args.out is not None:
             records.append(args.out, record)

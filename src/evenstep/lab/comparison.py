@@ -39,7 +39,8 @@ def compare(runs: list[Record]) -> Comparison:
     """What there is to say about runs that can be compared; one that was recorded twice counts once."""
     found = series(runs)
     runs = [run for s in found for run in s.all_runs]
-    styles, l0, target = labels.styles(found), initial_loss(runs), common_target(found)
+    styles, l0 = labels.styles(found), initial_loss(runs)
+    target = common_target(found, l0)
     summaries = [summarize(s, l0, target) for s in found]
     order = sorted(range(len(found)), key=lambda k: summaries[k].loss)
     return Comparison(

@@ -57,7 +57,8 @@ def largest_share(model: nn.Module, coverage: Coverage) -> float:
     shares = []
     for layer in whitened(model, coverage).values():
         weight = next(p for name, p in layer.named_parameters() if name in ("weight", "in_proj_weight"))
-        shares.append(SUMS * inputs_of(layer) / (PASSES * weight.numel()))
+        if weight.numel():
+            shares.append(SUMS * inputs_of(layer) / (PASSES * weight.numel()))
     return max(shares, default=0.0)
 
 
@@ -77,8 +78,8 @@ def cost(model: nn.Module, coverage: Coverage, call: Call) -> Cost:
     sizes: list[tuple[int, int]] = []
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next(t for t in [*args, *kwargs.values()] if isinstance(t, Tensor))
-        sizes.append((x.numel(), x.element_size()))
+        tensors = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
+        sizes.extend((x.numel(), x.element_size()) for x in tensors[:1])  # without any, the layer itself will object
 
     layers = whitened(model, coverage).values()
     handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]

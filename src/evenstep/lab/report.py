@@ -50,6 +50,7 @@ def draw(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
 def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
     """The page's HTML."""
     style, script = _asset("report.css") + _palette(), _asset("report.js")
+    faults = [*verdicts.faults(folder), *found.faults]
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(_asset("report.html.j2"))
@@ -63,8 +64,8 @@ def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, s
         data=[plotted(c) for c in compared],
         runs=len(found.runs),
         others=found.others,
-        faults=found.faults[:FAULTS_SHOWN],
-        more_faults=max(0, len(found.faults) - FAULTS_SHOWN),
+        faults=faults[:FAULTS_SHOWN],
+        more_faults=max(0, len(faults) - FAULTS_SHOWN),
     )
 
 
@@ -105,7 +106,7 @@ def facts(found: Comparison) -> list[str]:
         f"batch {config['batch_size']}" if "batch_size" in config else "",
         " and ".join(labels.augmentations(config.get("augment"))),
         ("linear decay" if config["decay_lr"] else "constant stepsize") if "decay_lr" in config else "",
-        f"network: {labels.options_label(options)}" if isinstance(options, dict) and options else "",
+        f"network: {labels.options_label(options) if isinstance(options, dict) else options}" if options else "",
         _count(len(found.runs), "run") + (f", {lost} diverged" if lost else ""),
     ]
     return [word for word in words if word]

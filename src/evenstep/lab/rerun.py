@@ -25,7 +25,7 @@ def command(found: Sequence[Series]) -> str:
     seeds = sorted({str(run.get("seed")) for s in found for run in s.all_runs})
     words = ["evenstep", "sweep", "--methods", *(s.method for s in found)]
     if not all(_own_grid(s) for s in found):
-        words += ["--stepsizes", *(f"{lr:g}" for lr in found[0].runs)]
+        words += ["--stepsizes", *map(number, found[0].runs)]
     words += ["--seeds", *seeds]
     for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
         words += [flag, str(config[name])] if name in config else []
@@ -33,12 +33,23 @@ def command(found: Sequence[Series]) -> str:
     if names := augmentations(config.get("augment")):
         words += ["--augment", *names]
     words += ["--decay-lr"] if config.get("decay_lr") else []
-    words += _pairs("--options", options) + _pairs("--model-options", config.get("model_options") or {})
+    words += _pairs("--options", options) + _pairs("--model-options", config.get("model_options"))
     return shlex.join(words)
 
 
-def _pairs(flag: str, values: dict[str, Any]) -> list[str]:
-    return [flag, *(f"{key}={json.dumps(value)}" for key, value in values.items())] if values else []
+def number(value: float) -> str:
+    """The shortest text that is read as the same number.
+
+    >>> number(0.0123456789), number(1.0), number(1e30)
+    ('0.0123456789', '1', '1e+30')
+    """
+    return min(f"{value:g}", repr(value), key=lambda text: (float(text) != value, len(text)))
+
+
+def _pairs(flag: str, values: Any) -> list[str]:
+    """A flag and its NAME=VALUE; a file may hold something that is no options, and then there is none to give."""
+    pairs = values.items() if isinstance(values, dict) else ()
+    return [flag, *(f"{key}={json.dumps(value)}" for key, value in pairs)] if pairs else []
 
 
 def _own_grid(series: Series) -> bool:

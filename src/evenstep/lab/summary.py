@@ -16,6 +16,7 @@ from evenstep.lab.records import Record
 TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
 TRIALS = (1, 2, 4, 8)  # k of "expected best of k"
 GUARDS = ("guarded_inputs", "guarded_units")  # shares that a row may hold, named as the monitor names them
+SMALLEST = 1e-300  # what is below has too few digits for arithmetic
 CLASSES = {"Fashion-MNIST": 10, "CIFAR-10": 10}  # of data whose records do not say, by the beginning of its name
 
 
@@ -150,28 +151,34 @@ def diverged(record: Record, l0: float | None = None) -> bool:
     return not math.isfinite(loss) or (l0 is not None and loss > l0)
 
 
+def end(record: Record, l0: float | None = None) -> float:
+    """Training loss of the last epoch; infinity if the run diverged, as it did where that is above l₀."""
+    return math.inf if diverged(record, l0) else final_loss(record)
+
+
 def divergence_rate(runs: Sequence[Record], l0: float | None = None) -> float:
     """Share of the runs that diverged."""
     return sum(diverged(run, l0) for run in runs) / len(runs)
 
 
-def best_stepsize(runs: dict[float, list[Record]]) -> float:
+def best_stepsize(runs: dict[float, list[Record]], l0: float | None = None) -> float:
     """The stepsize with the lowest mean final loss; if every one has a seed that diverged, the one with the fewest."""
 
-    def score(lr: float) -> tuple[float, int, float]:
-        losses = [final_loss(run) for run in runs[lr]]
+    def score(lr: float) -> tuple[float, int, float, float]:
+        losses = [end(run, l0) for run in runs[lr]]
         finite = [loss for loss in losses if math.isfinite(loss)]
-        return statistics.fmean(losses), len(losses) - len(finite), statistics.fmean(finite or [math.inf])
+        lost, ended = len(losses) - len(finite), statistics.fmean(finite or [math.inf])
+        return statistics.fmean(losses), lost, ended, statistics.fmean(map(final_loss, runs[lr]))
 
     return min(runs, key=score)
 
 
-def width(runs: dict[float, list[Record]], tolerance: float = TOLERANCE) -> Width:
+def width(runs: dict[float, list[Record]], tolerance: float = TOLERANCE, l0: float | None = None) -> Width:
     """W5: decades of contiguous stepsizes, about the best, whose worst seed is within `tolerance` of the best loss."""
     grid = sorted(runs)
-    best = best_stepsize(runs)
-    limit = (1 + tolerance) * statistics.fmean(final_loss(run) for run in runs[best])
-    good = [math.isfinite(limit) and max(final_loss(run) for run in runs[lr]) <= limit for lr in grid]
+    best = best_stepsize(runs, l0)
+    limit = (1 + tolerance) * statistics.fmean(end(run, l0) for run in runs[best])
+    good = [math.isfinite(limit) and max(end(run, l0) for run in runs[lr]) <= limit for lr in grid]
     first = last = grid.index(best)
     if not good[first]:
         return Width(0.0, below=False, above=False)
@@ -179,7 +186,7 @@ def width(runs: dict[float, list[Record]], tolerance: float = TOLERANCE) -> Widt
         first -= 1
     while last + 1 < len(grid) and good[last + 1]:
         last += 1
-    return Width(math.log10(grid[last] / grid[first]), below=first == 0, above=last == len(grid) - 1)
+    return Width(math.log10(grid[last]) - math.log10(grid[first]), below=first == 0, above=last == len(grid) - 1)
 
 
 def expected_best(losses: Sequence[float], trials: int) -> float | None:
@@ -215,11 +222,17 @@ def reach(record: Record, target: float) -> Reach:
     return Reach(math.inf, math.inf if counted else None, math.inf if timed else None)
 
 
-def common_target(found: Iterable[Series]) -> float | None:
-    """A loss that every method reaches with every seed of its best stepsize, unless it diverged; rounded up."""
-    ends = [[final_loss(run) for run in s.runs[best_stepsize(s.runs)]] for s in found]
+def common_target(found: Iterable[Series], l0: float | None = None) -> float | None:
+    """A loss that every method reaches with every seed of its best stepsize, unless it diverged.
+
+    It is rounded up where that leaves it below l₀.
+    """
+    ends = [[end(run, l0) for run in s.runs[best_stepsize(s.runs, l0)]] for s in found]
     worst = max((max(losses) for losses in ends if all(map(math.isfinite, losses))), default=None)
-    return None if worst is None else round_up(worst)
+    if worst is None:
+        return None
+    rounded = round_up(worst)
+    return rounded if l0 is None or rounded < l0 else worst
 
 
 def round_up(loss: float) -> float:
@@ -228,7 +241,7 @@ def round_up(loss: float) -> float:
     >>> round_up(0.51234), round_up(0.5)
     (0.513, 0.5)
     """
-    if loss <= 0:
+    if loss < SMALLEST:
         return loss
     unit = 10.0 ** (2 - math.floor(math.log10(loss)))
     return max(loss, math.ceil(loss * unit) / unit)
@@ -236,7 +249,7 @@ def round_up(loss: float) -> float:
 
 def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
     """The numbers of a series; `target` is the loss whose time is taken."""
-    stepsize = best_stepsize(runs.runs)
+    stepsize = best_stepsize(runs.runs, l0)
     best, every = runs.runs[stepsize], runs.all_runs
     lasts = [run["metrics"][-1] for run in best]
     rows = [row for run in best for row in run["metrics"]]
@@ -244,11 +257,11 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
     return Summary(
         stepsize=stepsize,
         at_edge=len(runs.runs) > 1 and stepsize in (min(runs.runs), max(runs.runs)),
-        losses=[final_loss(run) for run in best],
+        losses=[end(run, l0) for run in best],
         accuracy=mean(lasts, "test_accuracy"),
         dead=mean(lasts, "dead_share"),
         seconds_per_epoch=mean(rows, "seconds"),
-        width=width(runs.runs),
+        width=width(runs.runs, l0=l0),
         divergence=divergence_rate(every, l0),
         divergence_at_best=divergence_rate(best, l0),
         expected_best={k: expected_best(scored(every, l0), k) for k in TRIALS},
@@ -263,7 +276,7 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
 
 def mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     """Mean of a column over the rows that have a number there; None if none has."""
-    values = [row[name] for row in rows if row.get(name) is not None]
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
     return statistics.fmean(values) if values else None
 
 

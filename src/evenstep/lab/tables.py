@@ -64,7 +64,7 @@ def tuning(found: Comparison) -> Table:
         columns=["W5", "diverged", "diverged at the best", *(f"best of {k}" for k in TRIALS)],
         rows=[
             [
-                Cell(("≥ " if s.width.below or s.width.above else "") + f"{s.width.decades:.2f}", s.width.decades),
+                _width(s),
                 _share(s.divergence),
                 _share(s.divergence_at_best),
                 *(
@@ -76,6 +76,14 @@ def tuning(found: Comparison) -> Table:
         ],
         note="≥: the grid ended before the loss rose.",
     )
+
+
+def _width(summary: Summary) -> Cell:
+    """W5, where there is a best loss to be within 5 % of."""
+    if not math.isfinite(summary.loss):
+        return Cell("–")
+    width = summary.width
+    return Cell(("≥ " if width.below or width.above else "") + f"{width.decades:.2f}", width.decades)
 
 
 def timing(found: Comparison) -> Table:

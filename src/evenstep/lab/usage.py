@@ -1,9 +1,11 @@
 """Checks of what the command line was given; a failure is one line for the user, never a traceback."""
 
 import difflib
+import io
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,3 +111,9 @@ def pairs(words: Iterable[str], flag: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[name] = value
     return found
+
+
+def any_terminal() -> None:
+    """Let letters that the terminal does not have be written as escapes, as on stderr, and not end the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,6 +1,7 @@
 """A model, and inputs for it, from a file of the user's own: whatever goes wrong there is told with file and line."""
 
 import importlib.util
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from evenstep.lab.usage import UsageError
 
 T = TypeVar("T")
 FORM = "give FILE.py:FUNCTION, the function in the file that builds the model"
+MOST = 2**30  # numbers in an input of a given shape
 
 
 def load(target: str) -> tuple[nn.Module, ModuleType]:
@@ -29,21 +32,36 @@ def load(target: str) -> tuple[nn.Module, ModuleType]:
     model = guarded(path, getattr(module, function))
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} returned {type(model).__name__}; it should return a torch.nn.Module")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"{target} returned a model without parameters to train")
+    _ready(model, target)
     return model, module
+
+
+def _ready(model: nn.Module, target: str) -> None:
+    """Refuse a model whose parameters cannot be trained as they are."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(f"{target}: {name} has no shape yet; call the model once on a batch before it is returned")
+        if parameter.is_meta:
+            raise UsageError(f"{target}: {name} is on the device meta and has no values; build the model on the CPU")
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+        raise UsageError(f"{target} returned a model without parameters to train")
 
 
 def imported(path: Path) -> ModuleType:
     """The file at `path` as a module; files beside it can be imported from it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    name = f"{path.stem} of the user" if path.stem in sys.modules else path.stem  # a file may be called random.py
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is {'not a Python file' if path.exists() else 'not there'}; {FORM}")
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader
     sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # as for any module: dataclasses and pickle look there
     try:
         guarded(path, lambda: loader.exec_module(module))
+    except UsageError:
+        del sys.modules[name]
+        raise
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -52,10 +70,10 @@ def imported(path: Path) -> ModuleType:
 def inputs(shape: str | None, module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments for the model: random numbers of a shape such as "8x3x32x32", or what the file's `inputs()` returns."""
     if shape is not None:
-        sizes = shape.lower().split("x")
-        if not all(size.isdigit() and int(size) > 0 for size in sizes):
-            raise UsageError(f"--input must be a shape such as 8x3x32x32; got {shape!r}")
-        return (torch.randn([int(size) for size in sizes]),), {}
+        try:
+            return (torch.randn(sizes(shape)),), {}
+        except RuntimeError as error:
+            raise UsageError(f"--input {shape} does not fit into memory here; give a smaller shape") from error
     if not callable(getattr(module, "inputs", None)):
         return None
     given = guarded(path, module.inputs)
@@ -64,16 +82,29 @@ def inputs(shape: str | None, module: ModuleType, path: Path) -> tuple[tuple[Any
     return given if isinstance(given, tuple) else (given,), {}
 
 
-def guarded(path: Path, action: Callable[[], T]) -> T:
-    """Do something of the user's; a failure becomes one line that names the place in their file."""
+def sizes(shape: str) -> list[int]:
+    """The sizes in a shape such as "8x3x32x32"."""
+    words = shape.lower().split("x")
+    if not all(word.isascii() and word.isdigit() and word.strip("0") for word in words):
+        raise UsageError(f"--input must be a shape such as 8x3x32x32; got {shape!r}")
+    if len(words) > 64 or sum(map(len, words)) > 1000 or math.prod(map(int, words)) > MOST:
+        raise UsageError(f"--input must have at most 64 sizes and {MOST:,} numbers, 4 GiB; got {shape[:100]!r}")
+    return [int(word) for word in words]
+
+
+def guarded(path: Path, action: Callable[[], T], way_out: str = "") -> T:
+    """Do something of the user's; a failure becomes one line that names the place in their file, and a way out."""
     try:
         return action()
+    except UsageError:
+        raise
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         place = f"{path}:{line}" if line else str(path)
-        raise UsageError(f"{place}: {type(error).__name__}: {' '.join(text.split())}") from error
+        said = ": ".join(filter(None, [place, type(error).__name__, " ".join(text.split())]))
+        raise UsageError("; ".join(filter(None, [said, way_out]))) from error
 
 
 def functions(module: ModuleType) -> list[str]:
@@ -83,8 +114,8 @@ def functions(module: ModuleType) -> list[str]:
 
 def scalar(output: Any) -> Tensor:
     """A loss from whatever a model returns: its own `loss` if it has one, else the mean square of its numbers."""
-    if isinstance(own := getattr(output, "loss", None), Tensor):
-        return own
+    if isinstance(own := getattr(output, "loss", None), Tensor) and own.requires_grad:
+        return own.mean()
     found = [t for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
     if not found:
         raise UsageError("the model's output has no tensor that depends on its parameters, so it cannot be trained")

@@ -43,15 +43,28 @@ def write(folder: Path, found: Sequence[Verdict]) -> None:
 
 def read(folder: Path) -> list[Verdict]:
     """The verdicts kept in the folder; none where the file is missing or holds something else."""
-    path = folder / FILE
+    return _read(folder / FILE) or []
+
+
+def faults(folder: Path) -> list[str]:
+    """What there is to say of a file that holds something else."""
+    return [f"{FILE}: not a list of verdicts"] if _read(folder / FILE) is None else []
+
+
+def _read(path: Path) -> list[Verdict] | None:
+    """The verdicts in a file, none where it is missing; None if it holds something else."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         found = [Verdict(**clean(row)) for row in rows]
-    except (ValueError, TypeError, OSError):
-        return []
-    texts = (v for verdict in found for v in (verdict.experiment, verdict.section, verdict.claim, verdict.text))
-    proper = all(isinstance(text, str) for text in texts) and all(v.held in WORDS for v in found)
-    return found if proper else []
+    except (ValueError, TypeError, OSError, RecursionError):
+        return None
+    return found if all(map(_proper, found)) else None
+
+
+def _proper(verdict: Verdict) -> bool:
+    """Whether a verdict from a file has the types it should."""
+    texts = (verdict.experiment, verdict.section, verdict.claim, verdict.text)
+    return all(isinstance(text, str) for text in texts) and isinstance(verdict.held, bool | None)
 
 
 def figure(folder: Path, experiment: str) -> str | None:

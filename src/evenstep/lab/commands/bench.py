@@ -1,11 +1,9 @@
 """`evenstep bench`: step time and memory of optimizers, as ratios to SGD."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.lab import bench, records, usage
-from evenstep.lab.bench_models import SUBJECTS
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,7 @@ def main(options: Options) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    for name in options.model:
-        usage.known_name(name, SUBJECTS, "network")
-    for name in options.contenders:
-        usage.known_name(name, bench.CONTENDERS, "contender")
-    usage.in_range(options.rounds, 2, 100_000, "--rounds")
-    usage.usable_device(options.device)
-    path = usage.writable_folder(options.out) / "bench.jsonl"
+    usage.any_terminal()
     base = bench.Setting(
         "",
         options.contenders,
@@ -64,21 +56,17 @@ def main(options: Options) -> int:
         options.threads,
         seed=options.seed,
     )
+    found = bench.checked(base, options.model, options.batch, options.sweep)
+    path = usage.writable_folder(options.out) / "bench.jsonl"
     console = Console()
-    for setting in bench.settings(base, options.model, options.batch, options.sweep):
-        with Progress(console=console, transient=True) as progress:
-            rounds = iter(progress.track(range(setting.rounds), description=setting.model))
-            record = bench.run(setting, advance(rounds))
-        records.append(path, record)
-        console.print(bench.table(record), highlight=False, soft_wrap=True)
+    for line in bench.left_out(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(found) * options.rounds)  # of all, so that the time left is, too
+        for setting in found:
+            progress.update(bar, description=setting.model)
+            record = bench.run(setting, lambda _: progress.advance(bar))
+            records.append(path, record)
+            console.print(bench.table(record), highlight=False, soft_wrap=True)
     console.print(f"Records: {path}", highlight=False, soft_wrap=True)
     return 0
-
-
-def advance(rounds: Iterator[int]) -> Callable[[int], None]:
-    """What moves the bar after each round."""
-
-    def one(_: int) -> None:
-        next(rounds, None)
-
-    return one

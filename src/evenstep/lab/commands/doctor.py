@@ -33,13 +33,14 @@ def main(options: Options) -> int:
     import evenstep
     from evenstep.lab import diagnosis, user_code
 
+    usage.any_terminal()
     device = usage.usable_device(options.device)
     torch.manual_seed(usage.in_range(options.seed, 0, 2**63 - 1, "--seed"))
     model, module = user_code.load(options.model)
     path = Path(options.model.rpartition(":")[0])
     arguments = user_code.inputs(options.input, module, path)
-    model.to(device).train()
-    optimizer = evenstep.EvenStep(model)
+    user_code.guarded(path, lambda: model.to(device).train())
+    optimizer = user_code.guarded(path, lambda: evenstep.EvenStep(model))
     coverage = optimizer.coverage()
     optimizer.detach()
     console = Console()
@@ -57,8 +58,9 @@ def main(options: Options) -> int:
     def call(it: nn.Module) -> torch.Tensor:
         return user_code.scalar(it(*args, **kwargs))
 
-    cost = user_code.guarded(path, lambda: diagnosis.cost(model, coverage, call))
-    times = user_code.guarded(path, lambda: diagnosis.measure(model, call, device))
+    way_out = _way_out(options, args, path)
+    cost = user_code.guarded(path, lambda: diagnosis.cost(model, coverage, call), way_out)
+    times = user_code.guarded(path, lambda: diagnosis.measure(model, call, device), way_out)
     console.print(
         f"Arithmetic: {cost.flops / 1e9:.3g} GFLOP forward and backward; sums over layer inputs add "
         f"{cost.added / max(1.0, cost.flops):.2%} and read {cost.read / 1e6:.3g} MB again.",
@@ -96,9 +98,16 @@ def _memory(console: Any, model: Any, floats: dict[str, float]) -> None:
 def _moved(arguments: tuple[tuple[Any, ...], dict[str, Any]], device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The model's arguments on its device."""
     from torch import Tensor
+    from torch.utils._pytree import tree_map_only
 
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+    args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)
+    return args, kwargs
 
-    args, kwargs = arguments
-    return tuple(map(move, args)), {name: move(value) for name, value in kwargs.items()}
+
+def _way_out(options: Options, args: tuple[Any, ...], path: Any) -> str:
+    """What to do if the model does not take its arguments."""
+    if options.input is not None:
+        return f"--input {options.input} gives random float32 numbers; for other inputs define inputs() in {path}"
+    if args and isinstance(args[0], list):
+        return "inputs() returned a list, which is one argument; return a tensor, or a tuple or dict of arguments"
+    return ""
