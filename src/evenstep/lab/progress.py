@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.text import Text
 
+from evenstep.lab.identity import DIGEST
 from evenstep.lab.labels import method_label
 from evenstep.lab.records import Record, dumps
 from evenstep.lab.train import Epoch
@@ -66,7 +67,7 @@ class Runs:
 
 def _name(config: dict[str, Any]) -> str:
     """A trial's configuration as text, whatever its data."""
-    return dumps({key: value for key, value in config.items() if key != "data"})
+    return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from evenstep.lab import progress, reading, records, sweep
+from evenstep.lab import identity, progress, reading, records, sweep
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.experiments.common import failures_expected
 from evenstep.lab.records import Record
-from evenstep.lab.trial import Trial
+from evenstep.lab.trial import Trial, config
 from evenstep.lab.usage import UsageError
 
 Runner = Callable[..., list[Record]]
@@ -56,8 +56,8 @@ def finished(trials: Sequence[Trial], arrays: Arrays | Text, path: Path) -> list
         reading.read_file(path, str(path), found)
     if found.faults:
         raise UsageError(f"{found.faults[0]}; remove that line, or choose another --out")
-    known = {sweep.key(run["config"]): run for run in found.runs}
-    keys = [sweep.key(sweep.config(trial, arrays)) for trial in trials]
+    known = identity.by_key(found.runs, arrays, path)
+    keys = [sweep.key(config(trial, arrays)) for trial in trials]
     return [known[key] for key in keys if key in known]
 
 

@@ -21,10 +21,11 @@ import torch
 
 from evenstep.lab import records
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.identity import without_digest
 from evenstep.lab.summary import final_loss
-from evenstep.lab.sweep import OnRecord, chunks, config, key, known, most_members, run_chunks
+from evenstep.lab.sweep import OnRecord, chunks, key, known, most_members, run_chunks
 from evenstep.lab.together import OnEpoch
-from evenstep.lab.trial import Trial
+from evenstep.lab.trial import Trial, config
 from evenstep.lab.usage import UsageError
 
 NAME = "evenstep"
@@ -55,7 +56,7 @@ def run(
     board = Board(url, [config(trial, arrays) for trial in trials], stale)
     with board.alive():
         while taken := board.take(most_members(device, members)):
-            found = known(out)
+            found = known(out, arrays)
             for k in list(taken):
                 if (record := found.get(key(board.configs[k]))) is not None:
                     board.finish(k, record)
@@ -84,7 +85,8 @@ class Board:
         if theirs is None:
             study.set_user_attr(NAME, mine)
             theirs = study.user_attrs[NAME]
-        if theirs != mine:
+        before = signature([without_digest(c) for c in self.configs])  # of a study that is older than digests
+        if theirs not in (mine, before):
             raise UsageError(
                 f"--study {url} holds another sweep ({theirs['members']} members: {theirs['what']}; yours has "
                 f"{mine['members']}: {mine['what']}); give the same options, or another --study"
