@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def run_trials(
 ) -> bool:
     """Run the trials that `path` lacks, a line and a record each; whether the user stopped them (Ctrl-C).
 
-    `runner` is called as `sweep.sweep` is, which it is if not given.
+    `runner` is called as `study.run` is but for the study; without it `sweep.sweep` runs them.
     """
 
     def warn(message: str) -> None:
@@ -41,7 +42,9 @@ def run_trials(
     with progress.bar(console, sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
         runs = progress.Runs(bar, len(trials), len(have))
         try:
-            go: Runner = runner or sweep.sweep
+            go: Runner = sweep.sweep
+            if runner is not None:
+                go = partial(runner, on_other=runs.finished, on_wait=runs.waits)
             with failures_expected():
                 go(trials, arrays, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=warn)
         except KeyboardInterrupt:

@@ -1,15 +1,19 @@
 """A sweep spread over processes and machines, through an Optuna study that all of them can reach.
 
 The study's n-th trial is the sweep's n-th member: whoever creates that trial runs the member, and the storage hands out
-each number once. A process tells that it is alive every few seconds; a member whose process has been silent for longer
-than `stale` seconds is run again by another (clocks of the machines should agree to within that). Records lie in the
-study, and in each process's own file.
+each number once. A process tells that it is alive every few seconds; a member whose process is gone from this machine,
+or has been silent for longer than `stale` seconds, is run again by another (clocks of the machines should agree to
+within that). Records lie in the study, and in each process's own file.
 """
 
 import hashlib
+import os
+import platform
 import random
+import signal
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,22 +44,55 @@ def run(
     *,
     device: torch.device | str = "cpu",
     on_record: OnRecord | None = None,
+    on_other: OnRecord | None = None,
     on_epoch: OnEpoch | None = None,
+    on_wait: Callable[[str], None] | None = None,
     members: int | None = None,
     stale: float = STALE,
     warn: Callable[[str], None] = warnings.warn,
 ) -> list[records.Record]:
-    """Run the members that no other process has taken, until none is left; the records of all that are finished.
+    """Run the members that no other process has taken, and wait for the others: the records of all, in their order.
 
     `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
-    postgresql://…). Every process must be given the same trials. Records, those of others included, are added to `out`.
+    postgresql://…). Every process must be given the same trials. Records, those of others included, are added to `out`;
+    `on_record` is told of those that were run here, `on_other` of those that were not. `on_wait` is told every second
+    in a few words what is waited for, and "" when that is over. SIGTERM ends the process, but not before it has given
+    back what it had taken.
     """
     if said := records.mend(out):
         warn(said)
     trials = list({key(config(t, arrays)): t for t in trials}.values())
     board = Board(url, [config(trial, arrays) for trial in trials], stale)
-    with board.alive():
-        while taken := board.take(most_members(device, members)):
+    found, waiting = known(out, arrays), False
+    told = {k for k, one in enumerate(board.configs) if key(one) in found}
+
+    def gather() -> int:
+        """Add the records of others to the file; how many members are finished."""
+        everything = board.finished()
+        for k in sorted(everything.keys() - told):
+            told.add(k)
+            kept = records.append(out, everything[k], once=True)
+            if on_other is not None:
+                on_other(kept)
+        return len(everything)
+
+    def wait(words: str) -> None:
+        if on_wait is not None:
+            on_wait(words)
+
+    with terminable(), board.alive():
+        while True:
+            taken = board.take(most_members(device, members))
+            if not taken:
+                if gather() == len(trials):
+                    break
+                waiting = True
+                wait(board.awaited())
+                time.sleep(min(1.0, stale / 10))
+                continue
+            if waiting:
+                waiting = False
+                wait("")
             found = known(out, arrays)
             for k in list(taken):
                 if (record := found.get(key(board.configs[k]))) is not None:
@@ -65,10 +102,32 @@ def run(
             for finished in run_chunks(parts, arrays, device, on_epoch):
                 for record in finished:
                     record = records.append(out, record, once=True)
-                    board.finish(board.configs.index(record["config"]), record)
+                    member = board.configs.index(record["config"])
+                    told.add(member)
+                    board.finish(member, record)
                     if on_record is not None:
                         on_record(record)
-    return [records.append(out, record, once=True) for _, record in sorted(board.finished().items())]
+                gather()
+    found = known(out, arrays)
+    return [found[key(one)] for one in board.configs if key(one) in found]
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the process as an exception does, so that it can put things in order."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Board:
@@ -78,7 +137,7 @@ class Board:
         """Join the study at `url`, or begin it; one that was begun for other configurations is refused."""
         self.configs, self.stale = [records.plain(c) for c in configs], stale
         self.held: dict[int, int] = {}  # trial id of each member that this process is running
-        self.lock = threading.Lock()
+        self.lock, self.process = threading.Lock(), {"host": this_host(), "pid": os.getpid()}
         self.optuna, self.storage = open_storage(url)
         study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
         mine, theirs = signature(self.configs), study.user_attrs.get(NAME)
@@ -148,6 +207,18 @@ class Board:
         """The records of all finished members, whoever ran them."""
         return {k: t.user_attrs["record"] for k, t in self._trials() if t.state.name == "COMPLETE"}
 
+    def awaited(self) -> str:
+        """What other processes are running, and when it would be taken over, in a few words."""
+        running = [t for attempts in self._attempts().values() for t in attempts if self._is_alive(t)]
+        if not running:
+            return "a run that was given back is taken over"
+        heard = time.time() - min(t.user_attrs["alive"] for t in running)
+        processes = len({records.dumps(t.user_attrs.get("process") or {}) for t in running})
+        runs = "1 run is" if len(running) == 1 else f"{len(running)} runs are"
+        who = "a process" if processes == 1 else f"{processes} processes, one of them"
+        left = max(0.0, self.stale - heard)
+        return f"{runs} held by {who} last heard of {heard:.0f} s ago; taken over in {left:.0f} s if it stays silent"
+
     def _take_again(self) -> tuple[int, int] | None:
         """A member whose processes have all failed or fallen silent: the first to ask for it in the study gets it."""
         for member, attempts in self._attempts().items():
@@ -178,11 +249,15 @@ class Board:
         return [(member, t) for member, t in numbered if member < len(self.configs)]
 
     def _is_alive(self, trial: Any) -> bool:
-        return trial.state.name == "RUNNING" and time.time() - trial.user_attrs["alive"] <= self.stale
+        """Whether a process runs the trial: it was heard of, and is not known to be gone from this machine."""
+        if trial.state.name != "RUNNING" or time.time() - trial.user_attrs["alive"] > self.stale:
+            return False
+        process = trial.user_attrs.get("process") or {}
+        return process.get("host") != self.process["host"] or not is_gone(process["pid"])
 
     def _create(self, attributes: dict[str, Any]) -> int:
-        running = self.optuna.trial.TrialState.RUNNING
-        template = self.optuna.trial.create_trial(state=running, user_attrs={"alive": time.time(), **attributes})
+        running, told = self.optuna.trial.TrialState.RUNNING, {"alive": time.time(), "process": self.process}
+        template = self.optuna.trial.create_trial(state=running, user_attrs={**told, **attributes})
         return int(self.storage.create_new_trial(self.study_id, template_trial=template))
 
     def _describe(self, trial_id: int, config: dict) -> None:
@@ -204,6 +279,28 @@ class Board:
         with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
             values = None if value is None else [value]
             self.storage.set_trial_state_values(trial_id, self.optuna.trial.TrialState[state], values)
+
+
+def this_host() -> str:
+    """A name for all processes that can see each other, which no two machines share."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"  # a container has numbers of its own
+    except OSError:
+        return f"{platform.node()} {uuid.getnode():x}"
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no process of this machine has that number; False where that cannot be asked."""
+    if os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)  # asks, and does nothing
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def signature(configs: Sequence[dict]) -> dict[str, Any]:
