@@ -233,6 +233,45 @@ def test_a_study_of_another_sweep_is_refused(tmp_path):
     assert "\n" not in str(e.value)
 
 
+def test_a_study_of_other_data_of_the_same_name_is_refused(tmp_path):
+    url = str(tmp_path / "study.log")
+    study.run(url, TRIALS[:2], ARRAYS, tmp_path / "records.jsonl")
+    with pytest.raises(UsageError, match=r"another sweep \(2 members: sg on random; as yours, but .* the same data"):
+        study.run(url, TRIALS[:2], small_arrays(seed=1), tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_an_unfinished_line_of_a_journal_is_cut_off(cut, tmp_path):
+    path, said = tmp_path / "study.log", []
+    study.run(str(path), TRIALS[:2], ARRAYS, tmp_path / "records.jsonl")
+    path.write_bytes(path.read_bytes()[:-cut])
+    for name in ("a", "b"):
+        found = study.run(str(path), TRIALS[:2], ARRAYS, tmp_path / f"{name}.jsonl", stale=0.5, warn=said.append)
+        assert rates(found) == EVERY[:2]
+    assert len(said) == 1 and "was not written whole; it was moved to study.log.damaged" in said[0]
+    assert len((tmp_path / "study.log.damaged").read_bytes().splitlines()) == 1
+
+
+def test_a_line_that_is_left_unfinished_while_others_run_harms_none(tmp_path):
+    path, said = tmp_path / "study.log", []
+    board = study.Board(str(path), [sweep.config(trial, ARRAYS) for trial in TRIALS[:2]], warn=said.append)
+    with path.open("ab") as file:
+        file.write(b'{"op_code":')
+    assert board.take(2) == [0, 1] and len(said) == 1
+
+
+@pytest.mark.parametrize("content", [b"12:00 began\n12:01 ended", b"{}\n", b"[1]", b'{"op_code":0}\n\n{"op_'])
+@pytest.mark.parametrize("url", ["{}", "journal://{}", "sqlite:///{}"])
+def test_a_file_that_is_no_study_is_refused_and_left_alone(url, content, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    path = tmp_path / "notes.log"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"is not a journal|cannot be opened") as e:
+        study.run(url.format(path), TRIALS, ARRAYS, tmp_path / "records.jsonl", warn=lambda said: None)
+    assert str(path) in str(e.value) and "\n" not in str(e.value)
+    assert path.read_bytes() == content or b"op_code" in content
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

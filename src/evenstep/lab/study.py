@@ -34,6 +34,7 @@ from evenstep.lab.usage import UsageError
 
 NAME = "evenstep"
 STALE = 120.0
+BEGIN = b'{"op_code":'  # of every line of a journal
 
 
 def run(
@@ -62,7 +63,7 @@ def run(
     if said := records.mend(out):
         warn(said)
     trials = list({key(config(t, arrays)): t for t in trials}.values())
-    board = Board(url, [config(trial, arrays) for trial in trials], stale)
+    board = Board(url, [config(trial, arrays) for trial in trials], stale, warn)
     found, waiting = known(out, arrays), False
     told = {k for k, one in enumerate(board.configs) if key(one) in found}
 
@@ -133,24 +134,28 @@ def terminable() -> Iterator[None]:
 class Board:
     """Who has taken which member, kept in the study."""
 
-    def __init__(self, url: str, configs: list[dict], stale: float = STALE) -> None:
+    def __init__(
+        self, url: str, configs: list[dict], stale: float = STALE, warn: Callable[[str], None] = warnings.warn
+    ) -> None:
         """Join the study at `url`, or begin it; one that was begun for other configurations is refused."""
         self.configs, self.stale = [records.plain(c) for c in configs], stale
         self.held: dict[int, int] = {}  # trial id of each member that this process is running
         self.lock, self.process = threading.Lock(), {"host": this_host(), "pid": os.getpid()}
-        self.optuna, self.storage = open_storage(url)
-        study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
-        mine, theirs = signature(self.configs), study.user_attrs.get(NAME)
-        if theirs is None:
-            study.set_user_attr(NAME, mine)
-            theirs = study.user_attrs[NAME]
+        with opening(url):
+            self.optuna, self.storage = open_storage(url, warn)
+            study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
+            mine, theirs = signature(self.configs), study.user_attrs.get(NAME)
+            if theirs is None:
+                study.set_user_attr(NAME, mine)
+                theirs = study.user_attrs[NAME]
+            self.study_id = self.storage.get_study_id_from_name(NAME)
         before = signature([without_digest(c) for c in self.configs])  # of a study that is older than digests
         if theirs not in (mine, before):
+            there, here = (f"{said['members']} members: {said['what']}" for said in (theirs, mine))
+            yours = "as yours, but not the same" if here == there else f"yours has {mine['members']}: {mine['what']}"
             raise UsageError(
-                f"--study {url} holds another sweep ({theirs['members']} members: {theirs['what']}; yours has "
-                f"{mine['members']}: {mine['what']}); give the same options, or another --study"
+                f"--study {url} holds another sweep ({there}; {yours}); give the same data and options, or another --study"
             )
-        self.study_id = self.storage.get_study_id_from_name(NAME)
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -310,26 +315,77 @@ def signature(configs: Sequence[dict]) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "members": len(configs), "what": what}
 
 
-def open_storage(url: str) -> tuple[Any, Any]:
+@contextmanager
+def opening(url: str) -> Iterator[None]:
+    """Make whatever a driver raises a UsageError of one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise UsageError(f"--study {url} cannot be opened ({reason.splitlines()[0]})") from error
+
+
+def open_storage(url: str, warn: Callable[[str], None] = warnings.warn) -> tuple[Any, Any]:
     """Optuna, and the storage behind `url`."""
     try:
         optuna, journal = (import_module(name) for name in ("optuna", "optuna.storages.journal"))
     except ModuleNotFoundError as error:
         raise UsageError(f'--study needs optuna ({error}): pip install "evenstep[lab]"') from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        if url.startswith("journal://") or ("://" not in url and Path(url).suffix in (".log", ".journal")):
-            backend = journal.JournalFileBackend(url.removeprefix("journal://"))
-            return optuna, optuna.storages.JournalStorage(backend)
-        if "://" in url:
-            return optuna, _database(optuna, url)
-    except Exception as error:  # whatever a driver may raise
-        reason = str(error).strip() or type(error).__name__
-        raise UsageError(f"--study {url} cannot be opened ({reason.splitlines()[0]})") from error
+    if url.startswith("journal://") or ("://" not in url and Path(url).suffix in (".log", ".journal")):
+        return optuna, optuna.storages.JournalStorage(_journal(journal, Path(url.removeprefix("journal://")), warn))
+    if "://" in url:
+        return optuna, _database(optuna, url)
     raise UsageError(
         f"--study {url} is no study; give a journal file (journal:///path, or a name that ends in .log or .journal) or "
         "a database (sqlite:///file.db, postgresql://…)"
     )
+
+
+def _journal(journal: Any, path: Path, warn: Callable[[str], None]) -> Any:
+    """A journal whose lock is held only after a line that a killed process left unfinished was cut off."""
+    path = path.absolute()  # the lock is a link to it
+    kind = journal.JournalFileOpenLock if os.name == "nt" else journal.JournalFileSymlinkLock
+
+    class MendingLock(kind):  # type: ignore[misc, valid-type]
+        def acquire(self) -> bool:
+            super().acquire()
+            try:
+                if said := mend(path):
+                    warn(said)
+            except BaseException:
+                self.release()
+                raise
+            return True
+
+    lock = MendingLock(str(path))
+    backend = journal.JournalFileBackend(str(path), lock_obj=lock)
+    lock.acquire()
+    lock.release()
+    return backend
+
+
+def mend(path: Path) -> str | None:
+    """Cut off a last line that was not written whole; one line that says so, or None. What is no journal is refused.
+
+    Nobody has read that line: Optuna looks at those that have an end. The text goes to a file beside the journal.
+    """
+    with path.open("r+b") as file:
+        begin = file.read(len(BEGIN))
+        if not BEGIN.startswith(begin):
+            raise UsageError(f"--study {path} is not a journal of Optuna; choose a file that is not there yet")
+        if not begin or (file.seek(-1, os.SEEK_END) and file.read(1) == b"\n"):
+            return None
+        file.seek(0)
+        content = file.read()
+        start = content.rfind(b"\n") + 1
+        damaged = path.with_name(path.name + ".damaged")
+        with damaged.open("ab") as side:
+            side.write(content[start:] + b"\n")
+        file.truncate(start)
+    return f"{path}, line {len(content[:start].splitlines()) + 1} was not written whole; it was moved to {damaged.name}"
 
 
 def _database(optuna: Any, url: str, tries: int = 5) -> Any:
