@@ -154,7 +154,7 @@ class Board:
             there, here = (f"{said['members']} members: {said['what']}" for said in (theirs, mine))
             yours = "as yours, but not the same" if here == there else f"yours has {mine['members']}: {mine['what']}"
             raise UsageError(
-                f"--study {url} holds another sweep ({there}; {yours}); give the same data and options, or another --study"
+                f"--study {url} holds another sweep ({there}; {yours}); give the same data and options, or another one"
             )
 
     @contextmanager
