@@ -279,7 +279,7 @@ def test_options_reach_the_optimizer_and_the_network(tmp_path, few_images):
 def test_a_study_runs_the_same_trials(tmp_path, few_images, monkeypatch):
     seen = {}
 
-    def shared(url, trials, arrays, out, *, device, on_record, on_epoch, warn):
+    def shared(url, trials, arrays, out, *, device, on_record, on_other, on_epoch, on_wait, warn):
         seen.update(url=url, trials=trials, out=out)
         for trial in trials:
             record = run(trial, arrays, device)

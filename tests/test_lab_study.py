@@ -1,6 +1,8 @@
 """Processes that share a study share its members, and take over those of the dead."""
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
-from evenstep.lab import records, study, sweep
+from evenstep.lab import records, running, showing, study, sweep
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
@@ -68,18 +72,97 @@ def test_two_processes_do_no_member_twice(url, tmp_path):
     assert rates(records.read(tmp_path / "c.jsonl")) == EVERY
 
 
-def test_what_a_killed_process_had_taken_is_done_by_another(tmp_path):
+def test_what_a_killed_process_had_taken_is_done_by_another(tmp_path, monkeypatch):
     url, out = str(tmp_path / "study.journal"), tmp_path / "records.jsonl"
     process = start(url, out, stale=1.5, pause=60.0, members=3)  # takes three, is killed when it has finished one
     assert process.stdout.readline().startswith("ran ")
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    busy = study.run(url, TRIALS, ARRAYS, out, stale=60.0)  # it might be alive: its members are left to it
-    assert rates(busy) == EVERY[:1] + EVERY[3:]
-    time.sleep(1.5)
     told = []
+    monkeypatch.setattr(study, "this_host", lambda: "another machine")  # where nobody knows that it is dead
     found = study.run(url, TRIALS, ARRAYS, out, stale=1.5, on_record=told.append)
-    assert rates(told) == EVERY[1:3] and rates(found) == rates(records.read(out)) == EVERY
+    assert rates(told) == EVERY[1:] and rates(found) == rates(records.read(out)) == EVERY
+
+
+def test_members_that_another_machine_holds_are_waited_for_until_it_is_silent_for_too_long(tmp_path, monkeypatch):
+    url, out, told, words = str(tmp_path / "study.log"), tmp_path / "records.jsonl", [], []
+    study.Board(url, [sweep.config(trial, ARRAYS) for trial in TRIALS[:2]]).take(2)
+    monkeypatch.setattr(study, "this_host", lambda: "another machine")
+    found = study.run(url, TRIALS[:2], ARRAYS, out, stale=3.0, on_record=told.append, on_wait=words.append)
+    assert rates(found) == rates(told) == EVERY[:2] and words[-1] == ""
+    assert re.match(r"2 runs are held by a process last heard of \d s ago; taken over in \d s if it stays", words[0])
+
+
+def test_a_process_that_was_killed_on_this_machine_is_known_to_be_dead(tmp_path):
+    url, out = str(tmp_path / "study.journal"), tmp_path / "records.jsonl"
+    process = start(url, out, stale=3600.0, pause=60.0, members=8)
+    assert process.stdout.readline().startswith("ran ")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    words = []
+    assert rates(study.run(url, TRIALS, ARRAYS, out, stale=3600.0, on_wait=words.append)) == EVERY and not words
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows ends processes without asking them")
+def test_a_terminated_process_gives_back_what_it_had_taken(tmp_path):
+    url, out = str(tmp_path / "study.journal"), tmp_path / "records.jsonl"
+    process = start(url, out, stale=3600.0, pause=60.0, members=8)
+    assert process.stdout.readline().startswith("ran ")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    board = study.Board(url, [sweep.config(trial, ARRAYS) for trial in TRIALS])
+    states = [t.state.name for attempts in board._attempts().values() for t in attempts]
+    assert sorted(states) == ["COMPLETE"] + ["FAIL"] * 7
+
+
+def test_who_is_done_first_waits_for_the_others_and_counts_their_runs(tmp_path):
+    url, out = str(tmp_path / "study.log"), tmp_path / "records.jsonl"
+    slow = start(url, tmp_path / "slow.jsonl", pause=1.0, members=4)
+    first = slow.stdout.readline()
+    own, others = [], []
+    found = study.run(url, TRIALS, ARRAYS, out, on_record=own.append, on_other=others.append)
+    assert ran(first + slow.communicate(timeout=60)[0]) == rates(others) == EVERY[:4] and rates(own) == EVERY[4:]
+    assert rates(found) == rates(records.read(out)) == EVERY
+
+
+def test_ctrl_c_ends_the_waiting(tmp_path):
+    url, out = str(tmp_path / "study.log"), tmp_path / "records.jsonl"
+    study.Board(url, [sweep.config(trial, ARRAYS) for trial in TRIALS]).take(2)  # and this process lives
+
+    def stop(words):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.run(url, TRIALS, ARRAYS, out, on_wait=stop)
+    assert rates(records.read(out)) == EVERY[2:]
+
+
+def test_a_sweep_says_what_it_waits_for_and_counts_the_runs_of_others(tmp_path):
+    url, out, told = str(tmp_path / "study.log"), tmp_path / "records.jsonl", io.StringIO()
+    other = study.Board(url, [sweep.config(trial, ARRAYS) for trial in TRIALS[:3]], stale=5.0)
+    finished = sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "other.jsonl")[0]
+    other.take(2)
+
+    def runner(*arguments, on_wait, **keywords):
+        def waiting(words):
+            on_wait(words)
+            for member in list(other.held):
+                other.finish(member, {**finished, "config": other.configs[member]})
+
+        return study.run(url, *arguments, on_wait=waiting, **keywords)
+
+    console = Console(file=told, width=200)
+    assert not running.run_trials(TRIALS[:3], ARRAYS, out, torch.device("cpu"), console, runner)
+    assert "Waiting: 2 runs are held by a process last heard of 0 s ago; taken over in" in told.getvalue()
+    assert "3 of 3 runs" in told.getvalue() and "3/3" in told.getvalue() and len(records.read(out)) == 3
+
+
+def test_no_record_is_not_taken_for_a_stop_by_the_user(tmp_path):
+    for stopped, code, words in ((False, 1, "No run is finished"), (True, 130, "Stopped before the first run")):
+        told = io.StringIO()
+        assert showing.conclude(tmp_path / "records.jsonl", Console(file=told), stopped) == code
+        assert words in told.getvalue()
 
 
 def test_the_first_to_ask_for_a_dead_member_gets_it(tmp_path, monkeypatch):
@@ -148,6 +231,45 @@ def test_a_study_of_another_sweep_is_refused(tmp_path):
     ) as e:
         study.run(url, [Trial("adam", 0.1)], ARRAYS, out)
     assert "\n" not in str(e.value)
+
+
+def test_a_study_of_other_data_of_the_same_name_is_refused(tmp_path):
+    url = str(tmp_path / "study.log")
+    study.run(url, TRIALS[:2], ARRAYS, tmp_path / "records.jsonl")
+    with pytest.raises(UsageError, match=r"another sweep \(2 members: sg on random; as yours, but .* the same data"):
+        study.run(url, TRIALS[:2], small_arrays(seed=1), tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_an_unfinished_line_of_a_journal_is_cut_off(cut, tmp_path):
+    path, said = tmp_path / "study.log", []
+    study.run(str(path), TRIALS[:2], ARRAYS, tmp_path / "records.jsonl")
+    path.write_bytes(path.read_bytes()[:-cut])
+    for name in ("a", "b"):
+        found = study.run(str(path), TRIALS[:2], ARRAYS, tmp_path / f"{name}.jsonl", stale=0.5, warn=said.append)
+        assert rates(found) == EVERY[:2]
+    assert len(said) == 1 and "was not written whole; it was moved to study.log.damaged" in said[0]
+    assert len((tmp_path / "study.log.damaged").read_bytes().splitlines()) == 1
+
+
+def test_a_line_that_is_left_unfinished_while_others_run_harms_none(tmp_path):
+    path, said = tmp_path / "study.log", []
+    board = study.Board(str(path), [sweep.config(trial, ARRAYS) for trial in TRIALS[:2]], warn=said.append)
+    with path.open("ab") as file:
+        file.write(b'{"op_code":')
+    assert board.take(2) == [0, 1] and len(said) == 1
+
+
+@pytest.mark.parametrize("content", [b"12:00 began\n12:01 ended", b"{}\n", b"[1]", b'{"op_code":0}\n\n{"op_'])
+@pytest.mark.parametrize("url", ["{}", "journal://{}", "sqlite:///{}"])
+def test_a_file_that_is_no_study_is_refused_and_left_alone(url, content, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    path = tmp_path / "notes.log"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"is not a journal|cannot be opened") as e:
+        study.run(url.format(path), TRIALS, ARRAYS, tmp_path / "records.jsonl", warn=lambda said: None)
+    assert str(path) in str(e.value) and "\n" not in str(e.value)
+    assert path.read_bytes() == content or b"op_code" in content
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from evenstep.lab import locking, records, sweep, together
+from evenstep.lab import comparison, identity, locking, records, sweep, together
+from evenstep.lab.data import Text, fashion_mnist_subset
 from evenstep.lab.trial import Trial
+from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
 ARRAYS = small_arrays()
@@ -201,3 +204,53 @@ def test_the_lock_for_systems_without_fcntl(tmp_path, monkeypatch):
     with locking.locked(path) as file:
         assert (tmp_path / "count.lock").exists() and file.read() == b"80"
     assert not (tmp_path / "count.lock").exists()
+
+
+OTHERS = small_arrays(seed=1)  # of the same name
+
+
+def test_other_data_of_the_same_name_are_not_taken_for_these(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sweep.sweep(EVEN[:2] + TRIALS[:1], ARRAYS, out)
+    before = out.read_bytes()
+    with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called random .*another --out") as e:
+        sweep.sweep(TRIALS[:1], OTHERS, out)
+    assert "\n" not in str(e.value) and out.read_bytes() == before
+    assert len(sweep.sweep(EVEN[:2] + TRIALS[:2], small_arrays(), out)) == 4  # the same again, read anew
+
+
+def test_records_without_a_digest_count_as_finished(tmp_path, ran):
+    out = tmp_path / "records.jsonl"
+    for record in sweep.sweep(TRIALS[:2], ARRAYS, tmp_path / "new.jsonl"):
+        records.append(out, {**record, "config": identity.without_digest(record["config"])})
+    ran.clear()
+    found = sweep.sweep(TRIALS[:3], ARRAYS, out)
+    assert ran == [[TRIALS[2]]] and [identity.DIGEST in r["config"] for r in found] == [False, False, True]
+    (together,) = comparison.comparisons(records.read(out))
+    assert len(together.runs) == 3 and together.title.endswith("on random")
+
+
+def test_a_digest_is_of_all_that_the_data_hold():
+    same, digest = small_arrays(), identity.digest(ARRAYS)
+    assert identity.digest(same) == digest and identity.described(ARRAYS) == {"data": "random", "data_digest": digest}
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        changed = getattr(ARRAYS, name).clone()
+        changed[len(changed) // 2] += 1
+        assert identity.digest(replace(ARRAYS, **{name: changed})) != digest
+    tokens = torch.arange(20) % 2
+    digests = {
+        identity.digest(Text(tokens, tokens[:split], "t", letters)) for split in (2, 4) for letters in ("ab", "ac")
+    }
+    assert len(digests) == 4
+
+
+def test_records_of_the_shipped_images_are_as_they_were():
+    shipped = fashion_mnist_subset()
+    assert identity.described(shipped) == {"data": shipped.name}
+    assert identity.DIGEST not in sweep.config(TRIALS[0], shipped.subset(20))
+
+
+def test_a_report_tells_data_of_one_name_apart(tmp_path):
+    found = [sweep.sweep(TRIALS[:1], data, tmp_path / f"{k}.jsonl")[0] for k, data in enumerate((ARRAYS, OTHERS))]
+    titles = [c.title for c in comparison.comparisons(found)]
+    assert [t.rpartition(" on ")[2] for t in titles] == [f"random ({identity.digest(d)})" for d in (ARRAYS, OTHERS)]

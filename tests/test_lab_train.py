@@ -8,12 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import reading, records, summary
+from evenstep.lab import identity, reading, records, resumable, summary
+from evenstep.lab.commands import shared
+from evenstep.lab.commands import train as command
 from evenstep.lab.evaluate import evaluate
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import deep_net, paper_cnn
 from evenstep.lab.train import linear_decay, train
 from evenstep.lab.trial import Trial, run
+from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
 
@@ -192,3 +195,29 @@ def test_best_run_is_the_lowest_that_did_not_diverge():
     best = summary.best_runs([*found, fake_record("adam", 1e-3, 0.7), fake_record("adam", 1e-2, 0.1, True)])
     assert best["sg"].record is found[1] and not best["sg"].at_edge
     assert best["adam"].record["config"]["lr"] == 1e-3 and best["adam"].at_edge
+
+
+def trained_on(data, out, monkeypatch):
+    monkeypatch.setattr(shared, "load", lambda options: data)
+    return command.main(command.Options(method="sg", lr="0.1", epochs=1, batch_size=5, out=out))
+
+
+def test_train_takes_no_other_data_of_the_same_name_for_its_own(tmp_path, monkeypatch):
+    assert trained_on(small_arrays(), tmp_path, monkeypatch) == 0
+    kept = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(UsageError, match="holds runs on other data called random"):
+        trained_on(small_arrays(seed=1), tmp_path, monkeypatch)
+    (tmp_path / "records.jsonl").unlink()  # as it is before the first training is finished
+    with pytest.raises(UsageError, match=r"checkpoint\.pt is of another configuration \(data_digest: "):
+        trained_on(small_arrays(seed=1), tmp_path, monkeypatch)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == kept
+
+
+def test_train_goes_on_from_a_checkpoint_without_a_digest(tmp_path, monkeypatch):
+    really = resumable.config
+    with monkeypatch.context() as before:
+        before.setattr(resumable, "config", lambda *of: identity.without_digest(really(*of)))
+        assert trained_on(small_arrays(), tmp_path, before) == 0
+    old = records.read(tmp_path / "records.jsonl")
+    assert trained_on(small_arrays(), tmp_path, monkeypatch) == 0
+    assert records.read(tmp_path / "records.jsonl") == old and identity.DIGEST not in old[0]["config"]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from evenstep.lab.commands import COMMANDS
-from evenstep.lab.usage import UsageError, known_name, of_file
+from evenstep.lab.usage import UsageError, any_terminal, known_name, of_file
 
 EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
 REWORDED = {
@@ -31,6 +31,7 @@ DESCRIPTION = "Experiments with evenstep: optimizers in whitened coordinates. Wi
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the arguments ask for, and leave with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    any_terminal()
     try:
         code = run(given or ["demo"])
     except UsageError as error:

@@ -1,8 +1,9 @@
 """Runs that can be compared: of one data set, network, length and batch size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenstep.lab import labels
+from evenstep.lab.identity import DIGEST
 from evenstep.lab.records import Record, dumps
 from evenstep.lab.summary import Series, Summary, common_target, initial_loss, series, summarize
 
@@ -19,20 +20,32 @@ class Comparison:
     summaries: list[Summary]
     l0: float | None
     target: float | None
+    digest: str | None = None  # of the data, where others have the same name
 
     @property
     def title(self) -> str:
         """What was trained on what."""
         config = self.runs[0]["config"]
-        return f"{labels.model_label(config.get('model', 'A network'))} on {config.get('data', 'data of its own')}"
+        which = "" if self.digest is None else f" ({self.digest})"
+        network = labels.model_label(config.get("model", "A network"))
+        return f"{network} on {config.get('data', 'data of its own')}{which}"
 
 
 def comparisons(runs: list[Record]) -> list[Comparison]:
-    """The runs as comparisons, in order of appearance."""
-    found: dict[str, list[Record]] = {}
+    """The runs as comparisons, in order of appearance; data of one name are told apart where their digests differ."""
+    found: dict[str, dict[str | None, list[Record]]] = {}
     for run in runs:
-        found.setdefault(dumps({name: run["config"].get(name) for name in SETTING}), []).append(run)
-    return [compare(same) for same in found.values()]
+        same = found.setdefault(dumps({name: run["config"].get(name) for name in SETTING}), {})
+        digest = run["config"].get(DIGEST)
+        same.setdefault(digest if isinstance(digest, str) else None, []).append(run)
+    return [one for same in found.values() for one in _of_each_data(same)]
+
+
+def _of_each_data(runs: dict[str | None, list[Record]]) -> list[Comparison]:
+    """Runs by the digest of their data: a comparison for each; those without one join the others, if these have one."""
+    if len(set(runs) - {None}) <= 1:
+        return [compare([run for same in runs.values() for run in same])]
+    return [replace(compare(same), digest=digest or "no digest") for digest, same in runs.items()]
 
 
 def compare(runs: list[Record]) -> Comparison:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.text import Text
 
+from evenstep.lab.identity import DIGEST
 from evenstep.lab.labels import method_label
 from evenstep.lab.records import Record, dumps
 from evenstep.lab.train import Epoch
@@ -46,10 +47,18 @@ class Runs:
     def __init__(self, bar: Bar, total: int, done: int) -> None:
         self._bar, self._total, self._done = bar, total, done
         self._left: dict[str, int] = {}  # epochs to come, by configuration
+        self._waits = False
         self._say()
 
-    def _say(self) -> None:
-        self._bar.say(f"{self._done} of {self._total} runs, epochs")
+    def _say(self, waiting: str = ", ") -> None:
+        self._bar.say(f"{self._done} of {self._total} runs{waiting}epochs")
+
+    def waits(self, what: str) -> None:
+        """What is waited for, nothing if it is over; the first words of it are kept above the bar."""
+        if what and not self._waits:
+            self._bar.advance(f"Waiting: {what}.", by=0)
+        self._waits = bool(what)
+        self._say(f"; {what}; " if what else ", ")
 
     def epoch(self, trial: Trial, row: Epoch) -> None:
         """One epoch of a trial is finished."""
@@ -66,7 +75,7 @@ class Runs:
 
 def _name(config: dict[str, Any]) -> str:
     """A trial's configuration as text, whatever its data."""
-    return dumps({key: value for key, value in config.items() if key != "data"})
+    return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
 
 
 @contextmanager

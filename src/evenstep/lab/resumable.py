@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch.optim import Optimizer
 from evenstep.lab import distributed, feed, records
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.evaluate import evaluate
+from evenstep.lab.identity import without_digest
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import Epoch, linear_decay, mean_loss
-from evenstep.lab.trial import Trial
+from evenstep.lab.trial import Trial, config
 from evenstep.lab.usage import UsageError, first_line
 
 Checkpoint = dict[str, Any]
@@ -49,7 +49,7 @@ class Training:
     @property
     def config(self) -> dict[str, Any]:
         """What is trained, as records say it."""
-        return {**asdict(self.trial), "data": self.arrays.name}
+        return config(self.trial, self.arrays)
 
     @property
     def done(self) -> bool:
@@ -156,15 +156,16 @@ def load(path: Path, training: Training) -> Checkpoint:
     """The checkpoint in `path`, if it is one of this configuration; no code in it is run."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        config = saved["config"]
+        there = saved["config"]
     except Exception as error:  # torch names many kinds, for files that are damaged or something else
         raise UsageError(
             f"{path} is not a checkpoint ({first_line(error)}); remove it, or choose another --out"
         ) from error
-    if config == records.dumps(training.config):
+    here = training.config
+    if there in (records.dumps(here), records.dumps(without_digest(here))):  # the second: an older one
         return saved
     try:
-        other = difference(config, training.config)
+        other = difference(there, here)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise unfit(path, error) from error
     raise UsageError(f"{path} is of another configuration ({other}); choose another --out, or remove it")

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from evenstep.lab import progress, reading, records, sweep
+from evenstep.lab import identity, progress, reading, records, sweep
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.experiments.common import failures_expected
 from evenstep.lab.records import Record
-from evenstep.lab.trial import Trial
+from evenstep.lab.trial import Trial, config
 from evenstep.lab.usage import UsageError
 
 Runner = Callable[..., list[Record]]
@@ -27,7 +28,7 @@ def run_trials(
 ) -> bool:
     """Run the trials that `path` lacks, a line and a record each; whether the user stopped them (Ctrl-C).
 
-    `runner` is called as `sweep.sweep` is, which it is if not given.
+    `runner` is called as `study.run` is but for the study; without it `sweep.sweep` runs them.
     """
 
     def warn(message: str) -> None:
@@ -40,7 +41,9 @@ def run_trials(
     with progress.bar(console, sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
         runs = progress.Runs(bar, len(trials), len(have))
         try:
-            go: Runner = runner or sweep.sweep
+            go: Runner = sweep.sweep
+            if runner is not None:
+                go = partial(runner, on_other=runs.finished, on_wait=runs.waits)
             with failures_expected():
                 go(trials, arrays, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=warn)
         except KeyboardInterrupt:
@@ -50,9 +53,8 @@ def run_trials(
 
 def finished(trials: Sequence[Trial], arrays: Arrays | Text, path: Path) -> list[Record]:
     """The records that the file has of the trials, in their order; a line that is no record is a UsageError."""
-    found = _read(path)
-    known = {sweep.key(run["config"]): run for run in found.runs}
-    keys = [sweep.key(sweep.config(trial, arrays)) for trial in trials]
+    known = identity.by_key(_read(path).runs, arrays, path)
+    keys = [sweep.key(config(trial, arrays)) for trial in trials]
     return [known[key] for key in keys if key in known]
 
 

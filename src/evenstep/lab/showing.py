@@ -16,8 +16,9 @@ def conclude(path: Path, console: Console, stopped: bool) -> int:
     if path.exists():
         reading.read_file(path, path.name, found)
     if not found.runs:
-        console.print("Stopped before the first run was finished: nothing to report.")
-        return 130
+        why = "Stopped before the first run was finished" if stopped else "No run is finished"
+        console.print(f"{why}: nothing to report.")
+        return 130 if stopped else 1
     if stopped:
         console.print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
     for compared in comparisons(found.runs):

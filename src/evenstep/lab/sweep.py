@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +11,9 @@ import torch
 
 from evenstep.lab import records
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.identity import by_key
 from evenstep.lab.together import OnEpoch, alike, run_interleaved, why_alone
-from evenstep.lab.trial import Trial, run
+from evenstep.lab.trial import Trial, config, run
 from evenstep.lab.turns import Work, in_turn
 
 MEMBERS = {"cuda": 24}  # of one ensemble, by device
@@ -46,14 +46,14 @@ def sweep(
     start = time.monotonic()
     if said := records.mend(out):
         warn(said)
-    found = known(out)
+    found = known(out, arrays)
     missing = {key(config(t, arrays)): t for t in trials if key(config(t, arrays)) not in found}
 
     def begun(parts: Iterable[list[Trial]]) -> Iterator[list[Trial]]:
         for part in parts:
             if budget is not None and time.monotonic() - start > budget:
                 return
-            found.update(known(out))  # another process may share the file
+            found.update(known(out, arrays))  # another process may share the file
             if left := [t for t in part if key(config(t, arrays)) not in found]:
                 yield left
 
@@ -68,9 +68,9 @@ def sweep(
     return [found[k] for k in wanted if k in found]
 
 
-def known(out: Path) -> dict[str, records.Record]:
-    """The records in a file by their configuration."""
-    return {key(r["config"]): r for r in (records.read(out) if out.exists() else [])}
+def known(out: Path, arrays: Arrays | Text) -> dict[str, records.Record]:
+    """The records in a file by their configuration; runs on other data of the same name are a UsageError."""
+    return by_key(records.read(out) if out.exists() else [], arrays, out)
 
 
 class Chunks(NamedTuple):
@@ -134,11 +134,6 @@ def run_chunks(
             failed.append(error)
     if failed:
         raise failed[0]
-
-
-def config(trial: Trial, arrays: Arrays | Text) -> dict:
-    """What a record says was run."""
-    return {**asdict(trial), "data": arrays.name}
 
 
 def key(config: dict) -> str:

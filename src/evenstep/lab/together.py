@@ -16,6 +16,7 @@ from evenstep.lab import feed, records
 from evenstep.lab.captured import Steps
 from evenstep.lab.data import Arrays, Text
 from evenstep.lab.ensemble import Ensemble
+from evenstep.lab.identity import described
 from evenstep.lab.methods import METHODS, OwnBatchSGD
 from evenstep.lab.models import MODELS
 from evenstep.lab.stacked import elementwise, linear, of_base
@@ -99,9 +100,9 @@ def run_interleaved(
     Up to `at_once` are under way, a step of each in turn; a part is asked for when there is room for it. An ensemble
     that fails stops no other, and its exception is raised in the end.
     """
-    device, company = torch.device(device), Company()
+    device, company, which = torch.device(device), Company(), described(data)
     data = data.to(device)
-    works = (_training(trials, data, device, forward, on_epoch, company) for trials in parts)
+    works = (_training(trials, data, which, device, forward, on_epoch, company) for trials in parts)
     return in_turn(works, device, at_once or (AT_ONCE if device.type == "cuda" else 1))
 
 
@@ -154,6 +155,7 @@ def _ensemble(trials: Sequence[Trial], data: Arrays | Text, device: torch.device
 def _training(
     trials: Sequence[Trial],
     data: Arrays | Text,
+    which: dict[str, str],
     device: torch.device,
     forward: str | None,
     on_epoch: OnEpoch | None,
@@ -165,9 +167,7 @@ def _training(
         rows, most = yield from _train(trials, data, _ensemble(trials, data, device, forward), on_epoch, company)
     finally:
         company.members -= len(trials)
-    found = [
-        records.make({**asdict(t), "data": data.name}, t.seed, r, device) for t, r in zip(trials, rows, strict=True)
-    ]
+    found = [records.make({**asdict(t), **which}, t.seed, r, device) for t, r in zip(trials, rows, strict=True)]
     for record in found:
         record["environment"]["together"] = most
     return found

@@ -9,6 +9,7 @@ import torch
 
 from evenstep.lab import distributed, records
 from evenstep.lab.data import Arrays, Text
+from evenstep.lab.identity import described
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.train import Epoch, linear_decay, train
@@ -33,6 +34,11 @@ class Trial:
     model_options: dict[str, Any] = field(default_factory=dict)
 
 
+def config(trial: Trial, arrays: Arrays | Text) -> dict[str, Any]:
+    """What a record says was run."""
+    return {**asdict(trial), **described(arrays)}
+
+
 def run(
     trial: Trial,
     arrays: Arrays | Text,
@@ -55,7 +61,7 @@ def run(
         augment=trial.augment,
         schedule=linear_decay if trial.decay_lr else None,
     )
-    return records.make({**asdict(trial), "data": arrays.name}, trial.seed, rows, device)
+    return records.make(config(trial, arrays), trial.seed, rows, device)
 
 
 def run_recorded(

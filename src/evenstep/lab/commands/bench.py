@@ -43,7 +43,6 @@ def main(options: Options) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    usage.any_terminal()
     base = bench.Setting(
         "",
         options.contenders,

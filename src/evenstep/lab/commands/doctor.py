@@ -33,7 +33,6 @@ def main(options: Options) -> int:
     import evenstep
     from evenstep.lab import diagnosis, user_code
 
-    usage.any_terminal()
     device = usage.usable_device(options.device)
     torch.manual_seed(usage.in_range(options.seed, 0, 2**63 - 1, "--seed"))
     model, module = user_code.load(options.model)

@@ -25,7 +25,6 @@ def main(options: Options) -> int:
 
     from evenstep.lab import reading, report
 
-    usage.any_terminal()
     folder = options.folder
     if not folder.is_dir():
         raise usage.UsageError(f"{folder} is not a folder; give one with *.jsonl records, such as runs/demo")

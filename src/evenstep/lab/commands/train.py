@@ -42,17 +42,22 @@ def main(options: Options) -> int:
     shared.try_out(trial, arrays, device)
     out = usage.writable_folder(options.out)
     path = out / "records.jsonl"
-    running.check(path, print)
+    said: list[str] = []
+    running.check(path, said.append)
+    have = running.finished([trial], arrays, path)
     with running.one_thread(), distributed.joined(device) as mine:
         first = distributed.rank() == 0
         console = Console(quiet=not first)
+        for line in said:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
         training = resumable.Training(trial, arrays, mine)
         if stopped := train(training, out / "checkpoint.pt", console):
             console.print(f"Stopped: {stopped} are kept; the same command goes on from there.", highlight=False)
             return 130
         if not first:
             return 0
-        records.append(path, training.record(), once=True)
+        if not have:
+            records.append(path, training.record(), once=True)
     return showing.conclude(path, console, stopped=False)
 
 

@@ -13,8 +13,8 @@ from evenstep.lab.experiments.common import Progress, failures_expected, spread
 from evenstep.lab.feed import steps_per_epoch
 from evenstep.lab.records import Record, dumps
 from evenstep.lab.summary import diverged, final_loss, initial_loss
-from evenstep.lab.sweep import config, key, known, sweep
-from evenstep.lab.trial import Trial
+from evenstep.lab.sweep import key, known, sweep
+from evenstep.lab.trial import Trial, config
 
 SMALL, LARGE = 0.0065, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
 BEFORE = 15.0  # seconds until all of a stage's graphs are captured
@@ -152,7 +152,8 @@ def in_stage(
 
     On a GPU all that is missing is one piece, elsewhere each trial.
     """
-    arrays, found = arrays.to(device), known(out)
+    arrays = arrays.to(device)
+    found = known(out, arrays)
     missing = [t for t in trials if key(config(t, arrays)) not in found]
     size = max(1, len(missing)) if torch.device(device).type == "cuda" else 1
     for k in range(0, len(missing), size):
