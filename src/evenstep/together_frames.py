@@ -200,7 +200,7 @@ class Coordinates:
         else:
             table = [self.mass, self.fixed.sharing, self.square_mass]
             room.layers.copy_(torch.tensor(table, dtype=lay.dtype))
-        room.steps.add_(1)
+        room.steps.add_(room.one)
 
     def _join_settled(self) -> None:
         lay, room, weights = self.layout, self.room, []
