@@ -206,8 +206,10 @@ def test_a_fault_of_ours_is_not_taken_for_the_users(monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_passes_the_trial_step(method):
+def test_every_method_passes_the_trial_step_which_draws_no_random_number(method):
+    before = torch.get_rng_state()
     shared.try_out(Trial(method, METHODS[method].stepsizes[-1]), small_arrays(count=10, channels=1))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
