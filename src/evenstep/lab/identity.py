@@ -25,9 +25,10 @@ def described(data: Arrays | Text) -> dict[str, str]:
 def digest(data: Arrays | Text) -> str:
     """Twelve digits from all bytes of the data, wherever they lie; read once for each object."""
     if data not in _digests:
-        text = isinstance(data, Text)
-        found = hashlib.sha256(data.vocabulary.encode() if isinstance(data, Text) else b"")
-        for name in ("train", "test") if text else ("train_x", "train_y", "test_x", "test_y"):
+        found, names = hashlib.sha256(), ["train_x", "train_y", "test_x", "test_y"]
+        if isinstance(data, Text):
+            found, names = hashlib.sha256(data.vocabulary.encode()), ["train", "test"]
+        for name in names:
             tensor = getattr(data, name)
             found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             found.update(tensor.detach().cpu().contiguous().view(-1).numpy())

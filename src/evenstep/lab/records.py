@@ -118,13 +118,20 @@ def _mend(path: Path, file: IO[bytes]) -> str | None:
     try:
         json.loads(rest.decode("utf-8"))
     except (ValueError, RecursionError):
-        damaged = path.with_name(path.name + ".damaged")
-        with damaged.open("ab") as side:
-            _write(side, rest + b"\n")
-        file.truncate(start)
-        return f"{path}, line {number} was not written whole; it was moved to {damaged.name} and counts as not run"
+        return f"{cut(path, file, start)} and counts as not run"
     _write(file, b"\n")
     return f"{path}, line {number} had no line end; it was added"
+
+
+def cut(path: Path, file: IO[bytes], start: int) -> str:
+    """Move the last line, which begins at `start`, to a file beside this one; some words that say so."""
+    file.seek(0)
+    number = file.read(start).count(b"\n") + 1
+    damaged = path.with_name(path.name + ".damaged")
+    with damaged.open("ab") as side:
+        _write(side, file.read() + b"\n")
+    file.truncate(start)
+    return f"{path}, line {number} was not written whole; it was moved to {damaged.name}"
 
 
 def _write(file: IO[bytes], content: bytes) -> None:

@@ -30,7 +30,7 @@ from evenstep.lab.summary import final_loss
 from evenstep.lab.sweep import OnRecord, chunks, key, known, most_members, run_chunks
 from evenstep.lab.together import OnEpoch
 from evenstep.lab.trial import Trial, config
-from evenstep.lab.usage import UsageError
+from evenstep.lab.usage import UsageError, first_line
 
 NAME = "evenstep"
 STALE = 120.0
@@ -323,8 +323,7 @@ def opening(url: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        reason = str(error).strip() or type(error).__name__
-        raise UsageError(f"--study {url} cannot be opened ({reason.splitlines()[0]})") from error
+        raise UsageError(f"--study {url} cannot be opened ({first_line(error)})") from error
 
 
 def open_storage(url: str, warn: Callable[[str], None] = warnings.warn) -> tuple[Any, Any]:
@@ -379,13 +378,7 @@ def mend(path: Path) -> str | None:
         if not begin or (file.seek(-1, os.SEEK_END) and file.read(1) == b"\n"):
             return None
         file.seek(0)
-        content = file.read()
-        start = content.rfind(b"\n") + 1
-        damaged = path.with_name(path.name + ".damaged")
-        with damaged.open("ab") as side:
-            side.write(content[start:] + b"\n")
-        file.truncate(start)
-    return f"{path}, line {len(content[:start].splitlines()) + 1} was not written whole; it was moved to {damaged.name}"
+        return records.cut(path, file, file.read().rfind(b"\n") + 1)
 
 
 def _database(optuna: Any, url: str, tries: int = 5) -> Any:
