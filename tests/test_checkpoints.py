@@ -14,6 +14,7 @@ from torch import nn
 import evenstep
 from cases import OPTIMIZERS
 from evenstep import checkpoints
+from evenstep.blocks import plain_share
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location(
@@ -324,3 +325,17 @@ def test_loading_shares_no_tensor(case):
     twin.load_state_dict(optimizer.state_dict())
     ours, theirs = ({t.data_ptr() for s in o.state.values() for t in s.values()} for o in (optimizer, twin))
     assert not ours & theirs
+
+
+@pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, 0.2), (None, None)])
+def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
+    optimizer = evenstep.WhitenedSGD(nn.Linear(3, 2), lr=0.5, plain_lr=plain_lr)
+    old = dict(optimizer.state_dict())
+    (group,) = old["param_groups"]
+    old["param_groups"] = [
+        {k: v for k, v in group.items() if k != "plain_at"} | ({"plain_ratio": ratio} if ratio else {})
+    ]
+    optimizer.load_state_dict(old)
+    (loaded,) = optimizer.param_groups
+    assert loaded["plain_at"] == 0.5 and "plain_ratio" not in loaded
+    assert plain_share(loaded) == (ratio or 1.0)

@@ -321,17 +321,6 @@ def test_what_leaves_the_step_of_many_takes_no_room_with_it(name):
     assert sizes[1] < 1.2 * sizes[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"plain_lr": 0.01}])
-@pytest.mark.parametrize("name", ["momentum", "even"])
-def test_the_ratio_of_plain_stepsizes_may_be_written(name, options):
-    both = pair(name, **options)
-    for model, optimizer in both:
-        train(optimizer, model, "cpu", steps=2)
-        optimizer.param_groups[0]["plain_ratio"] = 0.3
-        train(optimizer, model, "cpu", steps=2)
-    assert_same(*both)
-
-
 @pytest.mark.parametrize("trust", [0.01, 10.0])
 @pytest.mark.parametrize("fresh_max", [None, 4.0])
 @pytest.mark.parametrize("name", ["momentum", "even"])

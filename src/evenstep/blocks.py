@@ -96,6 +96,11 @@ class Block:
         return max(1, inputs * kernel)
 
     @property
+    def share(self) -> float:
+        """What the block gets of its group's lr: all of it, or, beside the layers, what `plain_lr` says."""
+        return plain_share(self.group) if self.aside else 1.0
+
+    @property
     def units(self) -> int:
         """How many units the weight has, over all groups and ranks."""
         if not shards.sharded(self.weight):
@@ -135,6 +140,20 @@ class Block:
     def parameters(self) -> list[Tensor]:
         """The weight, then the biases."""
         return [self.weight, *self.biases]
+
+
+def plain_share(group: dict[str, Any]) -> float:
+    """What parameters outside layers get of their group's lr: `plain_lr` over `plain_at`, the lr it was given with.
+
+    >>> [plain_share({"plain_lr": lr, "plain_at": 2.0}) for lr in (0.5, None, 0.0)]
+    [0.25, 1.0, 0.0]
+    >>> plain_share({"plain_lr": 0.5, "plain_at": 0.0}), plain_share({})  # no ratio; a rule without plain_lr
+    (1.0, 1.0)
+    """
+    plain_lr, at = group.get("plain_lr"), group.get("plain_at")
+    if plain_lr is None or (plain_lr and not at):
+        return 1.0
+    return float(plain_lr / at) if at else 0.0
 
 
 def gather(

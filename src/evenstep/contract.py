@@ -14,7 +14,7 @@ from . import checkpoints, checks, distributed, frames
 from .blocks import Block, gather
 from .coverage import Coverage, survey
 from .hooks import Collector
-from .motion import exchange, named, parted, plain_ratio, restore
+from .motion import exchange, named, parted, restore
 from .report import coverage_of, fired_of
 from .stages import Stage
 
@@ -72,6 +72,9 @@ class ModelOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 if key != "differentiable":  # torch puts that among the defaults of every optimizer it unpickles
                     group.setdefault(key, value)
+            if "plain_lr" in group and "plain_at" not in group:  # an older format kept the ratio of the two
+                ratio, plain_lr = group.pop("plain_ratio", 1.0), group["plain_lr"]
+                group["plain_at"] = plain_lr / ratio if plain_lr and ratio else float(group["lr"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
@@ -83,7 +86,6 @@ class ModelOptimizer(Optimizer):
         if "plain_lr" in full:  # of this lr, so that schedules and groups' own lr move it too
             own = "plain_lr" in param_group or not self.defaults["lr"]
             param_group.setdefault("plain_at", float(full["lr"] if own else self.defaults["lr"]))
-            param_group.setdefault("plain_ratio", plain_ratio(full["plain_lr"], param_group["plain_at"]))
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         self._complete = False

@@ -91,7 +91,9 @@ def as_rows(block: Block, tensor: Tensor, inner: int) -> Tensor:
 
 
 # what groups may have beside lr
-SETTINGS = ["maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_ratio"]
+SETTINGS = (
+    "maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_lr", "plain_at",
+)  # fmt: skip
 
 
 class Layout:

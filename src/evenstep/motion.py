@@ -29,18 +29,7 @@ def rates(block: Block) -> list[Any]:
     """The stepsizes of a block's weight and biases, from their own groups; plain parameters may have another."""
     found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
     found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
-    return [lr * block.group.get("plain_ratio", 1) for lr in found] if block.aside else found
-
-
-def plain_ratio(plain_lr: float | None, at: float) -> float:
-    """What parameters outside layers get of their group's lr, if they are to get `plain_lr` of an lr of `at`.
-
-    >>> plain_ratio(0.5, 2.0), plain_ratio(None, 2.0), plain_ratio(0.0, 0.0), plain_ratio(0.5, 0.0)
-    (0.25, 1.0, 0.0, 1.0)
-    """
-    if plain_lr is None or not plain_lr:
-        return 1.0 if plain_lr is None else 0.0
-    return plain_lr / at if at else 1.0
+    return [lr * block.share for lr in found] if block.aside else found
 
 
 def at_rest(groups: list[dict[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from .contract import NONFINITE, ModelOptimizer
 from .guards import TRUST_FLOOR
 from .layout import arrange
 from .moments import accumulation_dtype
-from .motion import all_finite, at_rest, displace, follow, gradient, per_bias, plain_ratio, rates, step_count
+from .motion import all_finite, at_rest, displace, follow, gradient, per_bias, rates, step_count
 from .plans import Plan
 from .report import unseen_of
 from .stages import Stage
@@ -72,11 +72,7 @@ class CoordinateOptimizer(ModelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():
-            ready = self._ready_apart()
-        else:
-            self._follow_plain_lr()
-            ready = self._ready(compiled=False)
+        ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
         if ready is not None:
             self._step_blocks(*ready)
         if self._collector is not None:
@@ -88,19 +84,7 @@ class CoordinateOptimizer(ModelOptimizer):
         """What compilers leave to the host."""
         if self._collector is not None:
             self._collector.write_held()
-        self._follow_plain_lr()
         return self._ready(compiled=True)
-
-    def _follow_plain_lr(self) -> None:
-        """Take up a group's `plain_lr` that has been set since the last step."""
-        for group in self.param_groups:
-            if "plain_at" not in group:
-                continue
-            ratio = plain_ratio(group["plain_lr"], group["plain_at"])
-            if group.get("plain_ratio") != ratio:
-                group["plain_ratio"] = ratio
-            if group["plain_lr"] and not group["plain_at"] and not at_rest([group]):
-                self._warn("plain_lr", NO_RATIO)
 
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """What moves in this step, with its state, and whether ranks have found their gradients finite.
@@ -111,6 +95,9 @@ class CoordinateOptimizer(ModelOptimizer):
         if first:
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._complete, self._stale = True, True
+        for group in self.param_groups:
+            if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
+                self._warn("plain_lr", NO_RATIO)
         traffic = None if self._collector is None else self._collector.traffic
         busy = traffic is None or traffic.rows or not traffic.empty
         ranks = distributed.ranks_of(self.process_group)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import guards, moments, rows, stepsize
 from . import room as at
+from .blocks import plain_share
 from .constants import inverse_root
 from .kernels import step as step_kernel
 from .layout import Layout
@@ -83,7 +84,7 @@ class Together:
         lay, now = self.layout, self.fixed
         steps = self._directions()
         sums = self._sums(steps)
-        lrs = [(float(g["lr"]), g.get("plain_ratio")) for g in lay.param_groups]
+        lrs = [(float(g["lr"]), plain_share(g)) for g in lay.param_groups]
         both, rate, bias_rate = self.room.kept("rates", (lrs, now.beta), self._rates)
         step, bias_step = self._lengths(rate, bias_rate)
         motion = rows.motion(sums, self.projection, step, bias_step)

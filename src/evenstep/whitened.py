@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from . import checks, proxies, shards, stepsize, update
-from .blocks import Block
+from .blocks import Block, plain_share
 from .keywords import explained
 from .motion import gradient, rates
 from .proxies import BaseRule, Proxy
@@ -176,7 +176,7 @@ class Whitened(CoordinateOptimizer):
         share = self._share(block)
         lrs = [lr * share for lr in rates(block)[:count]]
         if self._plain is not self._base and not block.aside:
-            ratios = [g.get("plain_ratio", 1) if o else 1 for g, o in zip(groups, outside, strict=True)]
+            ratios = [plain_share(g) if o else 1 for g, o in zip(groups, outside, strict=True)]
             lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=True)]
         rules = [self._plain if o else self._base for o in outside]
         wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(parameters, rules, strict=True)]

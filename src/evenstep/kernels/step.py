@@ -235,7 +235,7 @@ class TritonStep:
             tau, declared = g.get("fresh_max"), g.get("sharing")
             rows.append([
                 *(0.0 if isinstance(r, Tensor) else float(r) for r in both),
-                g.get("plain_ratio", 1.0) if block.aside else 1.0,
+                block.share,
                 g["weight_decay"], block.bias_groups[0]["weight_decay"] if block.bias_groups else 0.0, radius,
                 g.get("damping", 0.0), torch.inf if tau is None else tau, g.get("decay", 0.0), g.get("eps", 0.0),
                 0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
