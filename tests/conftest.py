@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import evenstep
+from evenstep.kernels import native
 
 collect_ignore = ["integrations"]  # given by name alone: they need packages of their own
 torch.set_num_threads(1)
@@ -31,6 +32,17 @@ settings.load_profile("evenstep")
 def seed(request):
     """A seed for each test, from its name: fresh numbers for each, the same ones at each run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+needs_c = pytest.mark.skipif(native.library(torch.float32) is None, reason=native.loaded(torch.float32)[1])
+
+
+@pytest.fixture(params=[pytest.param("c", marks=needs_c), "torch"])
+def by(request, monkeypatch):
+    """What makes steps on the CPU: the library in C, or torch's operations where it cannot be built."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda dtype: None)
+    return request.param
 
 
 def pytest_addoption(parser):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
+from conftest import needs_c
 from evenstep.kernels import moments as kernel
 from evenstep.layers import Look
 from evenstep.moments import batch_moments
@@ -73,7 +74,7 @@ def states(optimizer, model):
     }
 
 
-def assert_steps_agree(name, single, device, close, steps=6, poison=()):
+def assert_steps_agree(name, single, device, close, steps=6, poison=(), by="triton"):
     """Each step from the same weights, state and gradients: rounding is not to grow from step to step."""
     many = copy.deepcopy(single)
     loop, together = OPTIMIZERS[name](single, foreach=False), OPTIMIZERS[name](many)
@@ -89,7 +90,7 @@ def assert_steps_agree(name, single, device, close, steps=6, poison=()):
         before = [p.detach().clone() for (_, p), _ in pairs]
         loop.step()
         together.step()
-        assert together._plan.layouts and not loop._plan.layouts
+        assert not loop._plan.layouts and {lay.by for lay in together._plan.layouts} == {by}
         for ((label, p), q), old in zip(pairs, before, strict=True):
             moved = (p - old).double().abs().max().item()
             lost = 2 * torch.finfo(p.dtype).eps * p.double().abs().max().item()  # to rounding of the weight itself
@@ -112,13 +113,21 @@ def assert_steps_agree(name, single, device, close, steps=6, poison=()):
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_together_is_one_by_one(device, name, poison):
+def test_together_is_one_by_one(by, name, poison):
     torch.manual_seed(3)
-    model = Net().to(device)
-    if device == "cpu":
-        model = model.double()
-    assert_steps_agree(name, model, device, 1e-9 if device == "cpu" else 2e-4, poison=poison)
+    assert_steps_agree(name, Net().double(), "cpu", 1e-9, poison=poison, by=by)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("device", "how"),
+    [pytest.param("cpu", "c", marks=needs_c), pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
+)
+def test_kernels_in_single_precision_are_one_by_one(device, how, name, poison):
+    torch.manual_seed(3)
+    assert_steps_agree(name, Net().to(device), device, 2e-4, poison=poison, by=how)
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")
@@ -200,3 +209,23 @@ def test_moments_kernel_counts_examples_once_per_announced_forward_and_in_every_
     assert stage.examples.item() == 16 and stage.applied.item() == 32
     layer(layer(torch.randn(8, 4, device="cuda")))
     assert stage.examples.item() == 32 and stage.applied.item() == 48
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_network_on_two_devices_steps_with_both_parts_or_none(where, cls):
+    """A gradient that is not finite on one device is no reason to move on the other."""
+    parts = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3).cuda()])
+    optimizer = cls(parts, lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        parts[1](parts[0](torch.randn(6, 4)).relu().cuda()).square().sum().backward()
+        before = [p.detach().clone() for p in parts.parameters()]
+        if step == 1:
+            parts[where].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        same = [torch.equal(a, b) for a, b in zip(before, parts.parameters(), strict=True)]
+        assert same == [step == 1] * 4
+    assert optimizer.nonfinite_steps == 1

@@ -164,7 +164,7 @@ def test_micro_batches_of_any_sizes_give_the_update_of_the_whole(name, seed, siz
             (oracle.log_cosh(twin(part), target).sum() / total).backward()
         optimizer.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(q, p, rtol=1e-8, atol=1e-9)
+        assert_close(q, p, rtol=1e-7, atol=1e-8)  # AdamW divides gradients that are rounding by their own size
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,12 +1,14 @@
 """Which blocks can move together, and where their units and inputs then lie: end to end in one tensor each."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .blocks import Block
+from .kernels import native_step
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
 from .segments import Segments
@@ -25,7 +27,8 @@ def fits(block: Block, stage: Stage | None) -> bool:
     biases = [*block.biases, *frozen_bias(block)]
     if weight.device.type != "cpu" and weight.numel() // block.units > LONG and block.units < FEW:
         return False
-    return len(biases) < 2 and all(b.dtype == weight.dtype for b in biases) and inner(block) is not None
+    alike = all(b.dtype == weight.dtype and b.is_contiguous() for b in biases)
+    return len(biases) < 2 and alike and inner(block) is not None
 
 
 LONG, FEW = 16384, 264  # columns of a row that one program of the kernels would be long with, unless there are many
@@ -102,6 +105,7 @@ class Layout:
     def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None]) -> None:
         """All on one device and in one dtype."""
         self.blocks, self.stages = list(blocks), list(stages)
+        self.parameters = [p for block in blocks for p in block.parameters]
         weight = blocks[0].weight
         self.device, self.dtype = weight.device, accumulation_dtype(weight.dtype)
         self.inner = [int(inner(b) or 1) for b in blocks]
@@ -124,6 +128,7 @@ class Layout:
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
         self.plain_room: Any = None  # what the CPU keeps from step to step
+        self.native_room: Any = None  # the same for C
         self.all_seen = False  # whether the host knows that every layer was called before this step
         self.captured = False  # whether a CUDA graph holds its addresses
         groups = [g for b in blocks for g in (b.group, *b.bias_groups)]
@@ -131,6 +136,13 @@ class Layout:
         self._group()
         self._column()
         self._adopt()
+
+    @cached_property
+    def by(self) -> str:
+        """What makes the step: kernels in "triton" or "c", or "torch"."""
+        if self.device.type == "cuda":
+            return "triton"
+        return "c" if self.device.type == "cpu" and native_step.serves(self) else "torch"
 
     def settings(self) -> list[Any]:
         """All settings of the groups but lr, to see whether they have changed."""

@@ -42,9 +42,9 @@ class Plan(NamedTuple):
 
     def part(self, state: Any, layouts: list[Layout]) -> None:
         """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""
-        staying = {id(p) for layout in layouts for block in layout.blocks for p in block.parameters}
+        staying = {id(p) for layout in layouts for p in layout.parameters}
         for layout in self.layouts:
-            leaving = [] if layout.plain_room is None else layout.plain_room.parameters
+            leaving = [] if layout.plain_room is None else layout.parameters
             for p in leaving:
                 if id(p) not in staying and p in state:
                     state[p].update(parted(state[p]))
@@ -70,7 +70,7 @@ def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
                 group.get("momentum"),
                 group["maximize"],
                 group["capturable"],
-                [(id(p), p.device, p.dtype, p.stride()) for p in group["params"] if p.grad is not None],
+                [(id(p), p.device, p.dtype, p.shape, p.stride()) for p in group["params"] if p.grad is not None],
             )
             for group in groups
         ),

@@ -41,10 +41,8 @@ class Room:
         self.columns = torch.zeros(rows, len(lay.column), dtype=lay.dtype)
         self.mu = torch.zeros(len(lay.column), dtype=lay.dtype)
         self.units = torch.zeros(BIAS_STEP + 1, lay.total, dtype=lay.dtype)
-        self.parameters = [p for b in lay.blocks for p in b.parameters]
         self._keep_momentum()
-        self.steps = torch.zeros(len(self.parameters), dtype=state[self.parameters[0]]["step"].dtype)
-        self.yes, self.no = torch.ones((), dtype=torch.bool), torch.zeros((), dtype=torch.bool)
+        self.steps = torch.zeros(len(lay.parameters), dtype=state[lay.parameters[0]]["step"].dtype)
         self._name()
         self.parts = self._parts(even)
         self.looks = [itemgetter(*(name for name, _ in parts), "step") for _, parts in self.parts]  # never a single one
@@ -124,11 +122,11 @@ class Room:
             for weight, square, mass in pieces:
                 found += [(weight, "square", square), (weight, "square_mass", mass)]
         found += [(p, "momentum_buffer", place) for p, place in self.momentum_of]
-        found += [(p, "step", count) for p, count in zip(self.parameters, self.steps, strict=True)]
+        found += [(p, "step", count) for p, count in zip(lay.parameters, self.steps, strict=True)]
         places: dict[int, list[tuple[str, Tensor]]] = {}
         for p, name, place in found:
             places.setdefault(id(p), []).append((name, place))
-        return [(p, places[id(p)]) for p in self.parameters]
+        return [(p, places[id(p)]) for p in lay.parameters]
 
     def _columns(self, values: Tensor) -> dict[int, Tensor]:
         """What each moving block sees of values per column, to meet its weight."""

@@ -4,7 +4,7 @@ A subclass names its coordinates and its rule; the arithmetic is in the core.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -152,24 +152,22 @@ class CoordinateOptimizer(ModelOptimizer):
     def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
         """Move all blocks; `agreed` is what ranks have found together of their gradients: whether they are finite."""
         moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
-        finite = [move.finite() for move in moving]
+        finite: list[Tensor | bool] = [move.finite() for move in moving]
         if agreed is not None:
             finite.insert(0, agreed)
         elif plan.rest:
             finite.append(all_finite([gradient(p) for block in plan.rest for p in block.parameters]))
-        ok = self._finite(finite)
-        on_host = ok.device.type == "cpu" and not (
-            torch.compiler.is_compiling() or any(group["capturable"] for group in self.param_groups)
-        )
-        if on_host and not ok:
+        mask = self._finite(finite)
+        if mask is False:
             self._warn("nonfinite", NONFINITE)
             self._recentre()
             return
         if not (torch.compiler.is_compiling() or plan.all_seen):
             self._say_unseen(plan.blocks)
-        mask = None if on_host else ok
         for move in moving:
             here = None if mask is None else mask.to(move.layout.device)
+            if here is not None and here.is_cpu and not here:  # a network on two devices: the host waits for the other
+                continue
             move.move(here, TRUST_FLOOR)
             for monitor in self._monitors:
                 for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
@@ -179,7 +177,7 @@ class CoordinateOptimizer(ModelOptimizer):
         counted = [*plan.rest, *(b for move in moving if not move.counts_steps for b in move.layout.blocks)]
         steps = [self.state[p]["step"] for block in counted for p in self._counted(block)]
         if steps:
-            torch._foreach_add_(steps, 1 if on_host else [ok.to(steps[0])] * len(steps))
+            torch._foreach_add_(steps, 1 if mask is None else [mask.to(steps[0])] * len(steps))
         for monitor in self._monitors:
             monitor.end_step()
 
@@ -202,15 +200,26 @@ class CoordinateOptimizer(ModelOptimizer):
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
         return block.parameters
 
-    def _finite(self, finite: list[Tensor]) -> Tensor:
-        """Whether all of these are true, as a bool on the device; a step that is not finite is counted."""
-        if not finite:
-            return torch.ones((), dtype=torch.bool)
-        device = finite[0].device
-        ok = finite[0] if len(finite) == 1 else torch.stack([f.to(device) for f in finite]).all()
-        if device.type != "cpu" or torch.compiler.is_compiling() or not ok:  # the host need not count what is well
-            self._nonfinite.add_((~ok).to(self._nonfinite.device))
-        return ok
+    def _finite(self, finite: list[Tensor | bool]) -> Tensor | Literal[False] | None:
+        """Whether all of these are true: None or False where the host may know, else a bool on the device, a mask.
+
+        A step that is not finite is counted.
+        """
+        tensors = [f for f in finite if isinstance(f, Tensor)]
+        if not tensors:
+            ok: Tensor | bool = all(finite)
+        else:
+            device = tensors[0].device
+            known = [torch.tensor(f, device=device) for f in finite if isinstance(f, bool)]
+            ok = torch.stack([f.to(device) for f in (*tensors, *known)]).all() if len(finite) > 1 else tensors[0]
+            waits = torch.compiler.is_compiling() or any(group["capturable"] for group in self.param_groups)
+            if device.type != "cpu" or waits:
+                self._nonfinite.add_((~ok).to(self._nonfinite.device))
+                return ok
+        if ok:
+            return None
+        self._nonfinite.add_(1)
+        return False
 
     def _say_unseen(self, blocks: list[Block], wait: bool = False) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import moments as moments_kernel
+from .kernels import native
 from .layers import Look
 from .moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 
@@ -24,16 +25,20 @@ class Glance(NamedTuple):
     others: list[int]  # the dimensions that rows run along
     behind: int  # how many of them lie behind the inputs
     calls: dict[Any, Any]  # of the kernel, by what it must be built for
+    table: Any  # the same rows for C; None where C cannot take them
 
 
 def glance(x: Tensor | None, look: Look, limit: int | None = None) -> Glance:
     """For calls with tensors like `x`, of which at most `limit` rows are looked at."""
     look = look._replace(x=None)
     if x is None:
-        return Glance(look, None, [], 0, {})
+        return Glance(look, None, [], 0, {}, None)
     dim = look.dim % x.dim()
     others = [d for d in range(x.dim()) if d != dim]
-    return Glance(look, lattice(x.detach(), dim, limit), others, x.dim() - 1 - dim, {})
+    rows = lattice(x.detach(), dim, limit)
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
+    table = native.shape(rows.size, rows.stride, rows.offset, dim) if plain else None
+    return Glance(look, rows, others, x.dim() - 1 - dim, {}, table)
 
 
 class Forwards:
@@ -66,7 +71,7 @@ class Forwards:
 
 
 class Held:
-    """Calls on the CPU until they are asked for: the newest as deviations, those before it as sums, all as counts."""
+    """Calls on the CPU until they are asked for: as sums or, the newest one, as deviations, and all as counts."""
 
     __slots__ = ("before", "counts", "newest")
 
@@ -155,6 +160,11 @@ class Stage:
         self._clock, self._standing = self.forwards.clocks_on(device)
         self.centres: dict[int, Tensor] = {}  # the centre, to meet inputs with so many dimensions behind them
         self.empty_at = -1, -1
+        found = native.library(self.centre.dtype) if device.type == "cpu" else None
+        self.add_here = None if found is None else found.add_moments
+        self.room = torch.zeros(2, self.inputs if found else 0, dtype=self.centre.dtype)  # for what C adds up
+        self.in_room = self.room[0], self.room[1]
+        self.room_at = self.room[0].data_ptr(), self.room[1].data_ptr()
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
@@ -170,6 +180,11 @@ class Stage:
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self._tally.device
+
+    @property
+    def slot_count(self) -> int:
+        """In how many slots its sums are."""
+        return len(self._slots)
 
     @property
     def clock(self) -> Tensor:
@@ -229,6 +244,13 @@ class Stage:
         """The tally as numbers, on the CPU."""
         return self.held.counts if self.held is not None and self._empty() else self.tally.tolist()
 
+    def found_here(self) -> tuple[list[float], int]:
+        """The tally as numbers, and the address of Σ(x − c) with Σ(x − c)² behind it, on the CPU."""
+        held = self.held
+        if held is not None and held.newest is None and held.before is self.in_room and self._empty():
+            return held.counts, self.room_at[0]
+        return self.tally.tolist(), self.slots.data_ptr()
+
     def _empty(self) -> bool:
         """Whether the host knows the tensors to be zero."""
         return self.empty_at == (self._slots._version, self._tally._version)
@@ -258,24 +280,45 @@ class Stage:
         if x is not None and known.rows is not None:
             if not (x.is_cpu and self._tally.is_cpu):
                 self.to(x.device)
+            elif self._add_up(x, known):
+                return
             x = known.rows.of(x.detach())
         if self._tally.is_cpu:
             self._hold(x, known)
         elif x is None or not moments_kernel.add(x, known.look, self, known.calls):
             self._add(x, known.look)
 
+    def _add_up(self, x: Tensor, known: Glance) -> bool:
+        """Add up a call on the CPU by C; False if it cannot: what is large is faster on several threads."""
+        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype or x.is_neg():
+            return False
+        held = self.held = self.held or Held()
+        if held.newest is not None or not (held.before is None or held.before is self.in_room):
+            return False
+        if not self.centred:
+            assert known.rows is not None
+            self._centre_on(known.rows.of(x.detach()), known.look.dim)
+        self.add_here(x.data_ptr(), known.table, self.centre.data_ptr(), *self.room_at, held.before is not None)
+        held.before = self.in_room
+        self._count(held, known)
+        return True
+
     def _hold(self, x: Tensor | None, known: Glance) -> None:
         """Keep a call on the CPU, in as few operations as may be."""
-        if self.held is None:
-            self.held = Held()
-        look, counts = known.look, self.held.counts
+        held = self.held = self.held or Held()
         if x is not None and known.rows is not None:
             if not self.centred:
-                self._centre_on(x, look.dim)
+                self._centre_on(x, known.look.dim)
             centre = self.centres.get(known.behind)
             if centre is None:
                 centre = self.centres[known.behind] = self.centre.view(-1, *[1] * known.behind)
-            self.held.add((x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, known.others)
+            held.add((x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, known.others)
+        self._count(held, known)
+
+    def _count(self, held: Held, known: Glance) -> None:
+        """Count a call that is held."""
+        look, counts = known.look, held.counts
+        if known.rows is not None:
             counts[0] += known.rows.rows
         counts[1] += look.zeros
         counts[2] += look.applied

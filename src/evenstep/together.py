@@ -16,6 +16,7 @@ from . import guards, moments, rows, stepsize
 from . import room as at
 from .blocks import plain_share
 from .constants import inverse_root
+from .kernels import native_step
 from .kernels import step as step_kernel
 from .layout import Layout
 from .motion import gradient, rates
@@ -71,9 +72,9 @@ class Together:
         for k in lay.unbiased:
             found[k].addcmul_(room.row_of[at.ALONG][k], shift[k], value=-1)
 
-    def finite(self) -> Tensor:
+    def finite(self) -> bool:
         """Whether all gradients are finite."""
-        return self.room.yes if math.isfinite(self.room.seen.sum().item()) else self.room.no
+        return math.isfinite(self.room.seen.sum().item())
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments."""
@@ -220,7 +221,11 @@ class Together:
         room.noted = raised is not None or held is not None
 
 
-def begin(layout: Layout, state: Any, *, linear: bool, even: bool) -> "Together | step_kernel.TritonStep":
+def begin(
+    layout: Layout, state: Any, *, linear: bool, even: bool
+) -> "Together | step_kernel.TritonStep | native_step.NativeStep":
     """Look at the gradients of a layout's blocks, by kernels where they run."""
-    make = step_kernel.TritonStep if layout.device.type == "cuda" else Together
+    if layout.by == "c":
+        return native_step.NativeStep(layout, state, linear=linear, even=even)
+    make = step_kernel.TritonStep if layout.by == "triton" else Together
     return make(layout, state, linear=linear, even=even)

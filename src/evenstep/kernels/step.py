@@ -11,35 +11,12 @@ import torch
 from torch import Tensor
 
 from ..guards import CROWD
+from . import tables
 from .launch import Launcher
 from .moments import SLOTS as MOST_SLOTS
 from .moments import available
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# columns of the table of addresses, of the table of shapes, and of the table of settings: one row per block
-(
-    WEIGHT,
-    GRAD,
-    BUFFER,
-    LEVEL,
-    BIAS_GRAD,
-    BIAS_BUFFER,
-    SLOTS,
-    TALLY,
-    CENTRE,
-    MX,
-    VX,
-    MASS,
-    SHARING,
-    SQUARE,
-    SQUARE_MASS,
-) = range(15)
-COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS, ALL_INPUTS, SLOT_COUNT, GUARD = range(11)
-RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU, MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN = (
-    range(13)
-)
-# flags: the bias trains; moments; counted; maximize; β; outside layers
-TRAINED, MOVING, GUARDED, FLIPPED, SHARED, OUTSIDE = 1, 2, 4, 8, 16, 32
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
 SHAPE = {"frame": (16, 1024), "measure": (32, 2048), "commit": (16, 2048), "add_up": (2, 256), "move": (2, 256)}
@@ -84,23 +61,11 @@ class Room:
 
     def __init__(self, layout: Any) -> None:
         blocks, device, count = layout.blocks, layout.device, len(layout.blocks)
-        starts = [0, *torch.tensor(layout.sizes).cumsum(0).tolist()]
-        shapes = []
-        for k, block in enumerate(blocks):
-            groups, units, inputs, area = layout.shapes[k]
-            moving, stage = k in layout.base, layout.stages[k]
-            flags = TRAINED * bool(block.biases) + MOVING * moving + FLIPPED * bool(block.group["maximize"])
-            flags += GUARDED * (stage is not None) + SHARED * (k in layout.shared) + OUTSIDE * (block.entry is None)
-            shapes.append([
-                inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
-                starts[k], flags, groups * units, groups * inputs if moving else 0,
-                stage.slots.shape[0] if moving else 0, layout.guarded.index(k) if stage is not None else -1,
-            ])  # fmt: skip
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
-        self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
+        self.shapes = torch.tensor(tables.shapes(layout), dtype=torch.int64).to(device)
         self.owner = layout.units.owner.to(torch.int32)
-        self.addresses = Sent(count, 15, torch.int64, device)
-        self.settings = Sent(count, 13, torch.float32, device)
+        self.addresses = Sent(count, tables.ADDRESSES, torch.int64, device)
+        self.settings = Sent(count, tables.SETTINGS, torch.float32, device)
         self.set_to: list[Any] | None = None  # the groups' settings that the table has
         number = {id(group): k for k, group in enumerate(layout.param_groups)}
         groups = [[b.group, *b.bias_groups[:1]] for b in blocks]
@@ -184,6 +149,7 @@ class TritonStep:
             BLOCK=block,
         )
         self._rows("move", ok)
+        torch.autograd.graph.increment_version(lay.parameters)
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
@@ -198,9 +164,8 @@ class TritonStep:
         lay, stage, mine = self.layout, self.layout.stages[k], state[block.weight]
         grads, buffers = [0, 0], [0, 0]
         for j, p in enumerate([block.weight, *block.biases]):
-            grad = p.grad
-            if grad.dtype != p.dtype or grad.stride() != p.stride():
-                grad = torch.empty_like(p).copy_(grad)
+            grad = tables.gradient_like(p)
+            if grad is not p.grad:
                 self.kept.append(grad)
             grads[j] = grad.data_ptr()
             if self.momentum:
@@ -209,8 +174,7 @@ class TritonStep:
         staged = [] if stage is None else [stage.slots, stage.tally, stage.centre]
         row = [block.weight.data_ptr(), grads[0], buffers[0], level, grads[1], buffers[1]]
         row += [t.data_ptr() for t in staged] or [0, 0, 0]
-        names = ("mx", "vx", "mass", "sharing", "square", "square_mass")
-        return row + [mine[n].data_ptr() if n in mine else 0 for n in names]
+        return row + [mine[n].data_ptr() if n in mine else 0 for n in tables.KEPT]
 
     def _settings(self) -> Tensor:
         """The table of settings on the device; written again when groups have changed."""
@@ -219,35 +183,18 @@ class TritonStep:
         moving = any(isinstance(lr, Tensor) for lr in lrs)
         now = [*lay.settings(), *(None if isinstance(lr, Tensor) else lr for lr in lrs)]
         if torch.cuda.is_current_stream_capturing():
-            there, self.room.set_to = table.send(self._rows_of_settings()), None
+            there, self.room.set_to = table.send(tables.settings(lay)), None
         elif now != self.room.set_to:
-            there, self.room.set_to = table.send(self._rows_of_settings()), now
+            there, self.room.set_to = table.send(tables.settings(lay)), now
         else:
             there = table.there
         return self._with_rates(there, lrs) if moving else there
-
-    def _rows_of_settings(self) -> list[list[float]]:
-        lay, rows = self.layout, []
-        for k, block in enumerate(lay.blocks):
-            g, stage = block.group, lay.stages[k]
-            both = g["lr"], block.bias_groups[0]["lr"] if block.bias_groups else 0.0
-            radius = torch.inf if stage is None or g["trust"] is None else g["trust"]
-            tau, declared = g.get("fresh_max"), g.get("sharing")
-            rows.append([
-                *(0.0 if isinstance(r, Tensor) else float(r) for r in both),
-                block.share,
-                g["weight_decay"], block.bias_groups[0]["weight_decay"] if block.bias_groups else 0.0, radius,
-                g.get("damping", 0.0), torch.inf if tau is None else tau, g.get("decay", 0.0), g.get("eps", 0.0),
-                0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
-                float(block.fan_in) if k in lay.shared else 1.0,
-            ])  # fmt: skip
-        return rows
 
     def _with_rates(self, table: Tensor, lrs: list[Any]) -> Tensor:
         """A copy of the table with the groups' stepsizes, of which some are tensors: the host does not read them."""
         table = table.clone()
         rates = [lr.detach().reshape(()).to(table) if isinstance(lr, Tensor) else table.new_full((), lr) for lr in lrs]
-        table[:, RATE : BIAS_RATE + 1] = torch.stack([*rates, table.new_zeros(())])[self.room.group_of]
+        table[:, tables.RATE : tables.BIAS_RATE + 1] = torch.stack([*rates, table.new_zeros(())])[self.room.group_of]
         return table
 
 

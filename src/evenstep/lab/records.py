@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from evenstep.kernels import native
 from evenstep.lab.locking import locked
 
 Record = dict[str, Any]
@@ -32,13 +33,16 @@ def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device |
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a reader needs to judge a timing: versions, device, threads."""
-    return {
+    """What a reader needs to judge a timing: versions, device, threads, and what makes steps on the CPU."""
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
     }
+    if torch.device(device).type == "cpu":
+        found["steps_by"] = "torch" if native.library(torch.float32) is None else "c"
+    return found
 
 
 def device_name(device: torch.device) -> str:

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.kernels.native import home as folder
 
-def folder() -> Path:
-    """Where decoded images are kept: EVENSTEP_CACHE, else evenstep/ in the user's cache folder."""
-    if "EVENSTEP_CACHE" in os.environ:
-        return Path(os.environ["EVENSTEP_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenstep"
+__all__ = ["folder", "key", "remembered"]
 
 
 def key(facts: Any) -> str:

@@ -1,0 +1,447 @@
+/* The step of many blocks and the sums of a layer's input on the CPU: `triton_step.py` and `triton_moments.py` in C.
+ *
+ * Built by `native.py` once for float and once for double (REAL); names of columns and flags come from `tables.py`.
+ * Rows are added up in the same order in every run. Nothing is written to parameters or state before `act`.
+ */
+#include <float.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <tgmath.h>
+
+typedef REAL real;
+
+#define TILE 64   /* inputs that are summed at a time */
+#define ROWS 256  /* rows after which sums join others in double */
+
+enum { SQUARES, ALONG, STRETCH, BEND, LEVELS, LENGTHS, DIRECTION, SHIFT, KAPPA, NORM2, BENT2 }; /* rows of `sums` */
+enum { GAIN, BACK, BIAS };                                                                     /* rows of `motion` */
+enum { MU, ALPHA, SPREAD, FRESH };                                                             /* rows of `vectors` */
+enum { SCALED, U };                                                                  /* two more, in `columns` alone */
+enum { BETA, SHARES, USABLE, RAISED };                                                         /* rows of `layers` */
+
+typedef struct {
+    const int64_t *addresses, *shapes;
+    const double *settings;
+    real *vectors, *columns, *layers, *sums, *motion;
+    float *last, *fired;
+    int64_t blocks, width, longest, units;
+    double momentum, floor, crowd, least;
+    int64_t linear, even, guarded, counted, parts;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* torch's own threads: GOMP_parallel */
+} Job;
+
+_Static_assert(sizeof(Job) == SIZE_OF_JOB, "Job is declared in native.py as well");
+
+typedef struct {
+    const real *mu, *alpha, *spread, *fresh, *scaled, *u;
+    real norm2, bent2, kappa;
+} Columns;
+
+static inline real *at(const int64_t *p, int name) { return (real *)(intptr_t)p[name]; }
+
+static inline real inverse_root(real x) { return x > (real)TINY ? 1 / sqrt(x) : 0; }
+
+/* Sums of x − c and (x − c)² over rows, for each input. `shape`: inputs, the distance between two of them, where
+ * the first is, then sizes and strides of four dimensions of rows. */
+void add_moments(const real *x, const int64_t *shape, const real *centre, real *first, real *second, int64_t more) {
+    const int64_t inputs = shape[0], step = shape[1], *n = shape + 3, *s = shape + 7;
+    const int64_t tile = step == 1 ? TILE : 1;
+    for (int64_t begin = 0; begin < inputs; begin += tile) {
+        const int64_t wide = inputs - begin < tile ? inputs - begin : tile;
+        const real *c = centre + begin, *from = x + shape[2] + begin * step;
+        real a[TILE], b[TILE];
+        double all[TILE], squares[TILE];
+        int64_t seen = 0;
+        for (int64_t i = 0; i < wide; i++) a[i] = b[i] = 0, all[i] = squares[i] = 0;
+        for (int64_t i0 = 0; i0 < n[0]; i0++)
+            for (int64_t i1 = 0; i1 < n[1]; i1++)
+                for (int64_t i2 = 0; i2 < n[2]; i2++) {
+                    const real *row = from + i0 * s[0] + i1 * s[1] + i2 * s[2];
+                    for (int64_t done = 0; done < n[3];) {
+                        int64_t some = n[3] - done < ROWS - seen ? n[3] - done : ROWS - seen;
+                        if (step == 1 && wide == TILE) {
+                            for (int64_t i3 = done; i3 < done + some; i3++) {
+                                const real *v = row + i3 * s[3];
+#pragma omp simd
+                                for (int64_t i = 0; i < TILE; i++) {
+                                    real away = v[i] - c[i];
+                                    a[i] += away;
+                                    b[i] += away * away;
+                                }
+                            }
+                        } else if (step == 1) {
+                            for (int64_t i3 = done; i3 < done + some; i3++) {
+                                const real *v = row + i3 * s[3];
+#pragma omp simd
+                                for (int64_t i = 0; i < wide; i++) {
+                                    real away = v[i] - c[i];
+                                    a[i] += away;
+                                    b[i] += away * away;
+                                }
+                            }
+                        } else {
+                            real one = 0, two = 0;
+#pragma omp simd reduction(+ : one, two)
+                            for (int64_t i3 = done; i3 < done + some; i3++) {
+                                real away = row[i3 * s[3]] - c[0];
+                                one += away;
+                                two += away * away;
+                            }
+                            a[0] += one;
+                            b[0] += two;
+                        }
+                        done += some;
+                        seen += some;
+                        if (seen == ROWS) {
+                            for (int64_t i = 0; i < wide; i++) all[i] += a[i], squares[i] += b[i], a[i] = b[i] = 0;
+                            seen = 0;
+                        }
+                    }
+                }
+        for (int64_t i = 0; i < wide; i++) {
+            all[i] += a[i], squares[i] += b[i];
+            first[begin + i] = more ? first[begin + i] + all[i] : all[i];
+            second[begin + i] = more ? second[begin + i] + squares[i] : squares[i];
+        }
+    }
+}
+
+/* Coordinates of one block: μ, α and both spreads of its inputs, β, S, whether its batch is usable. */
+static void frame(const Job *j, int64_t block) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES, flags = s[FLAGS];
+    const double *g = j->settings + block * SETTINGS;
+    real *of = j->layers + block;
+    of[BETA * j->blocks] = 1;
+    if (flags & SHARED) {
+        const double *tally = (const double *)(intptr_t)p[TALLY];
+        real shared = tally[2] > 0 ? tally[2] / (tally[3] > 1 ? tally[3] : 1) : *at(p, SHARING);
+        if (g[DECLARED] == g[DECLARED]) shared = g[DECLARED];
+        of[SHARES * j->blocks] = shared;
+        if (j->linear) of[BETA * j->blocks] = 1 / sqrt(sqrt((real)g[FAN_IN] * shared));
+    }
+    if (!(flags & MOVING)) return;
+    const int64_t count = s[ALL_INPUTS];
+    const real *first = at(p, SLOTS), *second = first + count, *centre = at(p, CENTRE), *mx = at(p, MX), *vx = at(p, VX);
+    const real rows = ((const double *)(intptr_t)p[TALLY])[0], some = rows > 1 ? rows : 1, tau = g[TAU];
+    const int started = *at(p, MASS) > 0;
+    real *mu = j->vectors + s[BASE], *alpha = mu + j->width, *spread = alpha + j->width, *fresh = spread + j->width;
+    real bad = 0, total = 0, fired = 0;
+#pragma omp simd reduction(+ : bad)
+    for (int64_t i = 0; i < count; i++) bad += (first[i] + second[i]) * 0; /* NaN unless both are finite */
+    const int usable = bad == 0 && rows > 0, known = usable || started;
+    of[USABLE * j->blocks] = usable;
+#pragma omp simd reduction(+ : total, fired)
+    for (int64_t i = 0; i < count; i++) {
+        real off = first[i] / some, own = second[i] / some - off * off;
+        real mean = started ? mx[i] : centre[i] + off, var = started ? vx[i] : own > 0 ? own : 0;
+        real shift = mean - centre[i], q = (second[i] - 2 * shift * first[i] + rows * shift * shift) / some;
+        q = usable ? (q > 0 ? q : 0) : var;
+        real over = q / tau, raised = over > var ? over : var;
+        fired += over > var ? 1 : 0;
+        total += raised;
+        mu[i] = known ? mean : 0;
+        spread[i] = known ? raised : 1;
+        fresh[i] = known ? (q > var ? q : var) : 1;
+    }
+    of[RAISED * j->blocks] = known ? fired : 0;
+    const real level = known ? (real)g[DAMPING] * total / count : 0;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        spread[i] += level;
+        fresh[i] += level;
+        alpha[i] = inverse_root(spread[i]);
+    }
+}
+
+/* The coordinates of a group's columns: those of inputs, spread over the kernel's positions. */
+static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real scale, real *to) {
+    const int64_t columns = s[COLUMNS], inputs = s[INPUTS], inner = s[INNER], longest = j->longest;
+    const int moving = (s[FLAGS] & MOVING) != 0;
+    const real *from = j->vectors + s[BASE] + (moving ? group * inputs : 0);
+    real *scaled = to + SCALED * longest, *u = to + U * longest;
+    Columns found = {from, from + j->width, from + 2 * j->width, from + 3 * j->width, scaled, u, 0, 0, 0};
+    if (inputs != columns) {
+        real *mu = to + 2 * longest, *alpha = mu + longest, *spread = alpha + longest, *fresh = spread + longest;
+        for (int64_t c = 0; c < columns;)
+            for (int64_t i = 0; i < inputs && c < columns; i++)
+                for (int64_t k = 0; k < inner && c < columns; k++, c++) {
+                    mu[c] = found.mu[i], alpha[c] = found.alpha[i];
+                    spread[c] = found.spread[i], fresh[c] = found.fresh[i];
+                }
+        found.mu = mu, found.alpha = alpha, found.spread = spread, found.fresh = fresh;
+    }
+    real norm2 = 0, bent2 = 0;
+#pragma omp simd reduction(+ : norm2, bent2)
+    for (int64_t c = 0; c < columns; c++) {
+        scaled[c] = scale * found.alpha[c];
+        u[c] = found.alpha[c] * found.mu[c];
+        norm2 += u[c] * u[c];
+        bent2 += found.alpha[c] * found.alpha[c] * found.fresh[c] * u[c] * u[c];
+    }
+    if (moving && !(s[FLAGS] & TRAINED)) {
+        const real root = sqrt(1 + norm2);
+        found.norm2 = norm2, found.bent2 = bent2, found.kappa = 1 / (root * (1 + root));
+    }
+    return found;
+}
+
+/* The gradient of a unit's bias; of a layer without one, what projects its gradient. */
+static real shift_of(const int64_t *p, const int64_t *s, const Columns *at_, const real *grad, int64_t row, real scale) {
+    if (s[FLAGS] & TRAINED) return scale * at(p, BIAS_GRAD)[row];
+    if (at_->kappa == 0) return 0;
+    real along = 0;
+    const real *scaled = at_->scaled, *u = at_->u;
+#pragma omp simd reduction(+ : along)
+    for (int64_t c = 0; c < s[COLUMNS]; c++) along += scaled[c] * u[c] * grad[c];
+    return at_->kappa * along;
+}
+
+static real scale_of(const Job *j, const int64_t *s, int64_t block) {
+    return (s[FLAGS] & FLIPPED ? -1 : 1) * j->layers[BETA * j->blocks + block];
+}
+
+/* Sums over rows of one block; NaN if a gradient is not finite. */
+static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
+    const int64_t columns = s[COLUMNS], units = j->units;
+    const real scale = scale_of(j, s, block), m = j->momentum, on = j->even ? 1 : 0, held_by = j->even ? m : 1;
+    Columns now = {0};
+    real nothing = 0;
+    for (int64_t row = begin; row < end; row++) {
+        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, room);
+        const real *mu = now.mu, *alpha = now.alpha, *spread = now.spread, *fresh = now.fresh;
+        const real *scaled = now.scaled, *u = now.u;
+        const real *grad = at(p, GRAD) + row * columns, *weight = at(p, WEIGHT) + row * columns;
+        const real *buffer = m ? at(p, BUFFER) + row * columns : grad;
+        const real shift = shift_of(p, s, &now, grad, row, scale);
+        real squares = 0, along = 0, stretch = 0, bend = 0, means = 0, lengths = 0, bad = 0;
+#pragma omp simd reduction(+ : squares, along, stretch, bend, means, lengths, bad)
+        for (int64_t c = 0; c < columns; c++) {
+            real on_v = scaled[c] * grad[c] - shift * u[c];
+            real step = alpha[c] * (on * on_v + held_by * (m * buffer[c] + on_v)), w = weight[c];
+            squares += on_v * on_v;
+            along += mu[c] * step;
+            stretch += fresh[c] * step * step;
+            bend += fresh[c] * alpha[c] * u[c] * step;
+            means += mu[c] * w;
+            lengths += w * w * spread[c];
+            bad += grad[c] * 0;
+        }
+        real direction = 0, *to = j->sums + s[START] + row;
+        if (s[FLAGS] & TRAINED) {
+            const real held = m ? m * at(p, BIAS_BUFFER)[row] + shift : shift;
+            direction = on * shift + held_by * held;
+            squares += shift * shift;
+            bad += shift * 0;
+        }
+        nothing += bad + (j->even ? squares * 0 : 0);
+        to[SQUARES * units] = squares, to[ALONG * units] = along, to[STRETCH * units] = stretch;
+        to[BEND * units] = bend, to[LENGTHS * units] = lengths;
+        to[LEVELS * units] = means + (p[LEVEL] ? at(p, LEVEL)[row] : 0);
+        to[DIRECTION * units] = direction, to[SHIFT * units] = shift;
+        to[KAPPA * units] = now.kappa, to[NORM2 * units] = now.norm2, to[BENT2 * units] = now.bent2;
+    }
+    return nothing;
+}
+
+/* How far each unit of a block goes: the rule's scale, then the trust radius. */
+static void measure(const Job *j, int64_t block) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
+    const int64_t count = s[UNITS], units = j->units;
+    const double *g = j->settings + block * SETTINGS;
+    const real rate = g[RATE] * g[RATIO], bias_rate = g[BIAS_RATE] * g[RATIO], radius = g[RADIUS];
+    const real beta = j->layers[BETA * j->blocks + block], floor2 = j->floor * j->floor;
+    real *sums = j->sums + s[START], *motion = j->motion + s[START], *relative = sums + SQUARES * units;
+    real *average = at(p, SQUARE), level = 0, largest = 0, bound2 = radius * radius;
+    int64_t stopped = 0;
+    if (j->even) {
+        const real decay = g[MEMORY], mass = decay * *at(p, SQUARE_MASS) + (1 - decay), kept = (1 - decay) / mass;
+        real total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < count; i++) {
+            average[i] += kept * (relative[i] - average[i]); /* still the squares */
+            total += average[i];
+        }
+        *at(p, SQUARE_MASS) = mass;
+        level = (real)g[UNIT_DAMPING] * total / count + (real)g[EPS];
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const real *of = sums + i, along = of[ALONG * units];
+        real scale = beta;
+        if (j->even) {
+            const real square = of[SQUARES * units];
+            scale = (1 - (real)j->momentum) * inverse_root((average[i] > square ? average[i] : square) + level);
+            if (s[FLAGS] & OUTSIDE) scale *= of[LENGTHS * units] > 1 ? sqrt(of[LENGTHS * units]) : 1;
+        }
+        const real step = rate * scale, bias_step = bias_rate * scale * of[DIRECTION * units];
+        const real back = of[KAPPA * units] * along;
+        real level_step = bias_step, stretch = of[STRETCH * units];
+        if (of[KAPPA * units] > 0) {
+            level_step = step * (along - back * of[NORM2 * units]);
+            stretch += back * back * of[BENT2 * units] - 2 * back * of[BEND * units];
+            stretch = stretch > 0 ? stretch : 0;
+        }
+        const real tall = of[LEVELS * units], unit2 = tall * tall + of[LENGTHS * units];
+        relative[i] = (level_step * level_step + step * step * stretch) / (unit2 > floor2 ? unit2 : floor2);
+        largest = relative[i] > largest ? relative[i] : largest;
+        motion[GAIN * units + i] = -step;
+        motion[BACK * units + i] = back;
+        motion[BIAS * units + i] = step * along - bias_step;
+    }
+    const real least = j->crowd ? j->least : 1;
+    if (j->guarded && !(largest <= (real)(1 - 1e-5) * least * least * bound2)) {
+        if (j->crowd) {
+            real logs = 0, moves = 0;
+            for (int64_t i = 0; i < count; i++)
+                if (relative[i] > 0) logs += log(relative[i]), moves += 1;
+            const real crowd2 = (real)(j->crowd * j->crowd) * exp(logs / moves), under = bound2 * least * least;
+            if (moves > 0) bound2 = fmin(bound2, crowd2 > under ? crowd2 : under);
+        }
+        for (int64_t i = 0; i < count; i++)
+            if (relative[i] > bound2) {
+                const real factor = sqrt(bound2 / relative[i]);
+                motion[GAIN * units + i] *= factor;
+                motion[BIAS * units + i] *= factor;
+                stopped++;
+            }
+    }
+    if (s[FLAGS] & GUARDED && j->counted) {
+        float *last = j->last + 3 * s[GUARD], *fired = j->fired + 3 * s[GUARD];
+        last[0] = s[FLAGS] & MOVING ? j->layers[RAISED * j->blocks + block] : 0;
+        last[1] = stopped;
+        last[2] = radius < (real)INFINITY ? sqrt(largest) : 0;
+        fired[0] += last[0], fired[1] += last[1], fired[2] += 1;
+    }
+}
+
+/* Move weights, biases and momenta of rows of one block. */
+static void move(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
+    const int64_t columns = s[COLUMNS], units = j->units;
+    const double *g = j->settings + block * SETTINGS;
+    const real scale = scale_of(j, s, block), m = j->momentum, on = j->even ? 1 : 0, held_by = j->even ? m : 1;
+    const real left = 1 - g[RATE] * g[RATIO] * g[DECAYED], left_bias = 1 - g[BIAS_RATE] * g[RATIO] * g[BIAS_DECAYED];
+    Columns now = {0};
+    for (int64_t row = begin; row < end; row++) {
+        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, room);
+        const real *alpha = now.alpha, *scaled = now.scaled, *u = now.u;
+        const real *grad = at(p, GRAD) + row * columns;
+        real *weight = at(p, WEIGHT) + row * columns, *buffer = m ? at(p, BUFFER) + row * columns : 0;
+        const real shift = j->sums[SHIFT * units + s[START] + row], *motion = j->motion + s[START] + row;
+        const real gain = motion[GAIN * units], back = motion[BACK * units];
+        if (s[FLAGS] & TRAINED) {
+            at(p, LEVEL)[row] = at(p, LEVEL)[row] * left_bias + motion[BIAS * units];
+            if (m) at(p, BIAS_BUFFER)[row] = m * at(p, BIAS_BUFFER)[row] + shift;
+        }
+        if (m) {
+#pragma omp simd
+            for (int64_t c = 0; c < columns; c++) {
+                const real on_v = scaled[c] * grad[c] - shift * u[c], held = m * buffer[c] + on_v;
+                buffer[c] = held;
+                weight[c] = left * weight[c] + gain * alpha[c] * (on * on_v + held_by * held - back * u[c]);
+            }
+        } else {
+#pragma omp simd
+            for (int64_t c = 0; c < columns; c++) {
+                const real on_v = scaled[c] * grad[c] - shift * u[c];
+                weight[c] = left * weight[c] + gain * alpha[c] * (on_v - back * u[c]);
+            }
+        }
+    }
+}
+
+/* Count the step of one block, and let its batch join the running moments, about which the next one is summed; whether
+ * it has some then. */
+static int commit(const Job *j, int64_t block) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES, flags = s[FLAGS];
+    if (p[STEP]) *(float *)(intptr_t)p[STEP] += 1;
+    if (p[BIAS_STEP]) *(float *)(intptr_t)p[BIAS_STEP] += 1;
+    if (flags & SHARED) *at(p, SHARING) = j->layers[SHARES * j->blocks + block];
+    if (!(flags & MOVING)) return 1;
+    const int64_t count = s[ALL_INPUTS];
+    const real rows = ((const double *)(intptr_t)p[TALLY])[0], some = rows > 1 ? rows : 1;
+    const real decay = j->settings[block * SETTINGS + MEMORY], old = *at(p, MASS);
+    const real mass = decay * old + (1 - decay), k = (1 - decay) / mass;
+    const real *first = at(p, SLOTS), *second = first + count;
+    real *centre = at(p, CENTRE), *mx = at(p, MX), *vx = at(p, VX);
+    if (j->layers[USABLE * j->blocks + block] != 0) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) {
+            const real off = first[i] / some, own = second[i] / some - off * off, var = own > 0 ? own : 0;
+            const real d = centre[i] + off - mx[i];
+            mx[i] += k * d;
+            vx[i] = (1 - k) * vx[i] + k * var + k * (1 - k) * d * d;
+            centre[i] = mx[i];
+        }
+        *at(p, MASS) = mass;
+    } else {
+        for (int64_t i = 0; i < count; i++) centre[i] = old > 0 ? mx[i] : (real)NAN;
+    }
+    return *at(p, MASS) > 0;
+}
+
+/* A way through all rows, in parts of equally many weights. What comes out does not depend on the parting. */
+typedef struct {
+    const Job *job;
+    int moves;
+    atomic_llong next;
+    real nothing[MOST_PARTS];
+} Way;
+
+static void go(Way *way, int64_t part) {
+    const Job *j = way->job;
+    real *room = j->columns + part * 6 * j->longest;
+    int64_t all = 0, before = 0;
+    for (int64_t block = 0; block < j->blocks; block++)
+        all += j->shapes[block * SHAPES + UNITS] * j->shapes[block * SHAPES + COLUMNS];
+    const int64_t from = all / j->parts * part, to = part == j->parts - 1 ? all : all / j->parts * (part + 1);
+    way->nothing[part] = 0;
+    for (int64_t block = 0; block < j->blocks; block++) {
+        const int64_t units = j->shapes[block * SHAPES + UNITS], columns = j->shapes[block * SHAPES + COLUMNS];
+        int64_t begin = from <= before ? 0 : (from - before + columns - 1) / columns;
+        int64_t end = to <= before ? 0 : (to - before + columns - 1) / columns;
+        begin = begin < units ? begin : units, end = end < units ? end : units;
+        if (way->moves)
+            move(j, block, begin, end, room);
+        else
+            way->nothing[part] += add_up(j, block, begin, end, room);
+        before += units * columns;
+    }
+}
+
+/* Take part after part, however many threads do. */
+static void take_parts(void *shared) {
+    Way *way = shared;
+    for (int64_t part; (part = atomic_fetch_add(&way->next, 1)) < way->job->parts;) go(way, part);
+}
+
+static real through_all(const Job *j, int moves) {
+    Way way = {.job = j, .moves = moves};
+    real nothing = 0;
+    atomic_init(&way.next, 0);
+    if (j->parts > 1)
+        j->parallel(take_parts, &way, j->parts, 0);
+    else
+        take_parts(&way);
+    for (int64_t part = 0; part < j->parts; part++) nothing += way.nothing[part];
+    return nothing;
+}
+
+/* Look at all blocks: whether their gradients are finite. */
+int64_t look(const Job *j) {
+    for (int64_t block = 0; block < j->blocks; block++) frame(j, block);
+    return through_all(j, 0) == 0;
+}
+
+/* Make the step. */
+void act(const Job *j) {
+    for (int64_t block = 0; block < j->blocks; block++) measure(j, block);
+    through_all(j, 1);
+}
+
+/* Count the step, and let all batches join the running moments; whether all blocks have some then. */
+int64_t join(const Job *j) {
+    int all = 1;
+    for (int64_t block = 0; block < j->blocks; block++) all &= commit(j, block);
+    return all;
+}

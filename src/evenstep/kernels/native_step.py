@@ -1,0 +1,213 @@
+"""The step of many blocks on the CPU by `native.c`, in three calls; `together.Together` makes it in plain torch."""
+
+import ctypes
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..guards import CROWD, LEAST
+from . import native, tables
+
+ROW = tables.BIAS_STEP + 1  # addresses of a block
+SUMS = 11  # sums of a unit
+EACH = 2**17  # weights that are worth a thread
+
+
+def serves(layout: Any) -> bool:
+    """Whether the library is there."""
+    return native.library(layout.dtype) is not None
+
+
+class Kept:
+    """The tensors of state that the kernels need, and where their addresses belong in a table."""
+
+    def __init__(self, table: Any, dtype: torch.dtype) -> None:
+        """None so far."""
+        self.table, self.dtype = table, dtype
+        self.parts: list[tuple[Tensor, dict[str, torch.Size], Any]] = []  # parameters, and what of their state
+        self.places: list[int] = []
+        self.known: list[int] = []  # the ids of states, to see whether one was put in the place of another
+        self.mine: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.ids: list[int] = []
+        self.last: list[int] = []
+
+    def add(self, p: Tensor, places: dict[str, int], shapes: dict[str, torch.Size]) -> None:
+        """What is needed of the state of `p`."""
+        if places:
+            names = [*places] if len(places) > 1 else [*places] * 2  # a single one would come without a tuple
+            self.parts.append((p, shapes, itemgetter(*names)))
+            self.places += [places[name] for name in names]
+
+    def write(self, state: Any) -> None:
+        """Write the addresses; tensors that somebody has put in the place of others are looked at first."""
+        known = [*map(id, state.values())]
+        if known != self.known:
+            self.mine, self.known = [(look, state[p]) for p, _, look in self.parts], known
+        found = [tensor for look, mine in self.mine for tensor in look(mine)]
+        if [*map(id, found)] != self.ids:
+            found = self._take(state)
+        now = [tensor.data_ptr() for tensor in found]
+        if now != self.last:
+            for place, address in zip(self.places, now, strict=True):
+                self.table[place] = address
+            self.last = now
+
+    def _take(self, state: Any) -> list[Tensor]:
+        """Look at all tensors: C takes what it is given."""
+        for p, shapes, _ in self.parts:
+            for name, shape in shapes.items():
+                value = state[p][name]
+                if value.shape != shape:
+                    raise RuntimeError(
+                        f"the state {name!r} of a parameter of shape {[*p.shape]} has shape {[*value.shape]}, where "
+                        f"{[*shape]} is needed; load a checkpoint of this model, or delete the parameter from the "
+                        "optimizer's state, which is then made anew."
+                    )
+                dtype = torch.float32 if name == "step" else self.dtype
+                stride = p.stride() if name == "momentum_buffer" else (1,) * len(shape)
+                if (value.dtype, value.device, value.stride()) != (dtype, p.device, stride):
+                    like = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
+                    state[p][name] = like.copy_(value)
+        self.tensors = [tensor for p, _, look in self.parts for tensor in look(state[p])]
+        self.ids = [*map(id, self.tensors)]
+        return self.tensors
+
+
+class Room:
+    """What a layout needs from step to step: the tables, and room for what is worked out."""
+
+    def __init__(self, layout: Any, state: Any, *, linear: bool, even: bool) -> None:
+        """For the layout's blocks and one rule."""
+        self.layout, self.library = layout, native.library(layout.dtype)
+        count, width, dtype = len(layout.blocks), layout.identity + 1, layout.dtype
+        rows = tables.shapes(layout)
+        longest = max(row[tables.COLUMNS] for row in rows)
+        self.shapes = flat(ctypes.c_int64, rows)
+        self.addresses = (ctypes.c_int64 * (count * ROW))()
+        self.tallies = (ctypes.c_double * (4 * count))()
+        self.vectors = torch.ones(4, width, dtype=dtype)
+        self.vectors[0] = 0
+        most = native.PARTS if native.parallel() else 1
+        self.parts = max(1, min(most, torch.get_num_threads(), sum(s.numel() for s in layout.shapes) // EACH))
+        self.columns = torch.zeros(self.parts, 6, longest, dtype=dtype)
+        self.layers = torch.zeros(4, count, dtype=dtype)
+        self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (SUMS, 3))
+        self.counts_steps = all(state[p]["step"].dtype == torch.float32 for p in layout.parameters)
+        self.momentum = layout.blocks[0].group["momentum"]
+        self.kept = Kept(self.addresses, dtype)
+        for k in range(count):
+            self._keep(k, even)
+        for k in layout.shared:
+            self.addresses[k * ROW + tables.TALLY] = ctypes.addressof(self.tallies) + 32 * k
+        self.set_to: Any = None  # what the settings were made from
+        self.job = native.Job(blocks=count, width=width, longest=longest, units=layout.total)
+        self.job.momentum, self.job.linear, self.job.even = float(self.momentum), linear, even
+        self.job.parallel = native.parallel()
+        self.job.crowd, self.job.least = 0.0 if linear else CROWD, LEAST
+        self.job.addresses, self.job.shapes = map(ctypes.addressof, (self.addresses, self.shapes))
+        for name in ("vectors", "columns", "layers", "sums", "motion"):
+            setattr(self.job, name, getattr(self, name).data_ptr())
+        if layout.guarded:
+            self.job.last, self.job.fired = layout.last.data_ptr(), layout.fired.data_ptr()
+        self.at = ctypes.addressof(self.job)
+
+    def _keep(self, k: int, even: bool) -> None:
+        """Note the state of block k."""
+        block, start = self.layout.blocks[k], k * ROW
+        columns = (tables.BUFFER, tables.STEP), (tables.BIAS_BUFFER, tables.BIAS_STEP)
+        for p, (buffer, step) in zip(block.parameters, columns, strict=False):
+            places = {"momentum_buffer": start + buffer} if self.momentum else {}
+            if self.counts_steps:
+                places["step"] = start + step
+            if p is block.weight:
+                needed = [k in self.layout.base] * 3 + [k in self.layout.shared] + [even] * 2
+                names = zip(tables.KEPT, range(tables.MX, tables.STEP), needed, strict=True)
+                places |= {name: start + at for name, at, need in names if need}
+            stage = self.layout.stages[k]
+            inputs = [] if stage is None else [stage.inputs]
+            sizes = {"momentum_buffer": p.shape, "mx": inputs, "vx": inputs, "square": [self.layout.sizes[k]]}
+            self.kept.add(p, places, {name: torch.Size(sizes.get(name, [])) for name in places})
+
+    def settle(self) -> None:
+        """Write the table of settings again, if they have changed."""
+        lay = self.layout
+        self.job.parts = 1 if self.parts == 1 else min(self.parts, torch.get_num_threads())
+        now = lay.settings(), [float(group["lr"]) for group in lay.param_groups]
+        if now != self.set_to:
+            self.settings, self.set_to = flat(ctypes.c_double, tables.settings(lay)), now
+            groups = [block.group for block in lay.blocks]
+            guarded = bool(lay.guarded) and any(g["trust"] is not None for g in groups)
+            self.job.settings, self.job.guarded = ctypes.addressof(self.settings), guarded
+            self.job.counted = bool(lay.guarded) and (guarded or any(g.get("fresh_max") is not None for g in groups))
+
+
+class NativeStep:
+    """One step of many blocks: look first, then move if all that was seen is finite."""
+
+    def __init__(self, layout: Any, state: Any, *, linear: bool, even: bool) -> None:
+        """`even` is `EvenStep`'s rule; otherwise stochastic gradient with momentum."""
+        self.layout = layout
+        if layout.native_room is None:
+            layout.native_room = Room(layout, state, linear=linear, even=even)
+        room = self.room = layout.native_room
+        self.counts_steps = room.counts_steps
+        self.kept: list[Tensor] = []  # gradients in the weight's own layout, alive until the step is made
+        room.settle()
+        room.kept.write(state)
+        self._look_at_blocks()
+        self._look_at_stages()
+
+    def _look_at_blocks(self) -> None:
+        """Write where parameters and gradients are."""
+        table, start = self.room.addresses, 0
+        for block, level in zip(self.layout.blocks, self.layout.levels, strict=True):
+            table[start + tables.WEIGHT], table[start + tables.GRAD] = self._both(block.weight)
+            if block.biases:
+                table[start + tables.LEVEL], table[start + tables.BIAS_GRAD] = self._both(block.biases[0])
+            elif level is not None:  # it does not train
+                self.kept.append(level.to(block.weight.dtype))
+                table[start + tables.LEVEL] = self.kept[-1].data_ptr()
+            start += ROW
+
+    def _both(self, p: Tensor) -> tuple[int, int]:
+        """The addresses of a parameter and its gradient."""
+        grad = tables.gradient_like(p)
+        if grad is not p.grad:
+            self.kept.append(grad)
+        return p.data_ptr(), grad.data_ptr()
+
+    def _look_at_stages(self) -> None:
+        """Write what layers have seen."""
+        lay, room, seen = self.layout, self.room, 0
+        for k in lay.shared:
+            stage, start = lay.stages[k], k * ROW
+            counts, sums = stage.found_here()
+            room.tallies[4 * k : 4 * k + 4] = counts
+            room.addresses[start + tables.SLOTS], room.addresses[start + tables.CENTRE] = sums, stage.centre.data_ptr()
+            seen += counts[2] > 0
+        lay.all_seen = seen == len(lay.guarded)
+
+    def finite(self) -> bool:
+        """Whether all gradients are finite."""
+        return bool(self.room.library.look(self.room.at))
+
+    def move(self, ok: Tensor | None, floor: float) -> None:
+        """Make the step; the host knows that all is finite, so there is no mask."""
+        self.room.job.floor = floor
+        self.room.library.act(self.room.at)
+        torch.autograd.graph.increment_version(self.layout.parameters)
+
+    def commit(self, ok: Tensor | None) -> None:
+        """Count the step, and let the batches join the running moments, about which the next ones are summed."""
+        centred = bool(self.room.library.join(self.room.at))
+        for k in self.layout.moving:
+            self.layout.stages[k].centred = centred
+
+
+def flat(kind: Any, rows: list[list[Any]]) -> Any:
+    """A table for C."""
+    values = [value for row in rows for value in row]
+    return (kind * len(values))(*values)

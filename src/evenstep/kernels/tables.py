@@ -1,0 +1,98 @@
+"""What the step kernels go by: a row per block of addresses, one of shapes and one of settings.
+
+Triton's kernels and the C ones read the same tables. C gets the names below from here; Triton's code has the numbers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# columns of the table of addresses; the last two are C's alone
+(
+    WEIGHT,
+    GRAD,
+    BUFFER,
+    LEVEL,
+    BIAS_GRAD,
+    BIAS_BUFFER,
+    SLOTS,
+    TALLY,
+    CENTRE,
+    MX,
+    VX,
+    MASS,
+    SHARING,
+    SQUARE,
+    SQUARE_MASS,
+    STEP,
+    BIAS_STEP,
+) = range(17)
+ADDRESSES = STEP
+# of the table of shapes
+COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS, ALL_INPUTS, SLOT_COUNT, GUARD, SHAPES = range(12)
+# and of the table of settings
+(
+    RATE,
+    BIAS_RATE,
+    RATIO,
+    DECAYED,
+    BIAS_DECAYED,
+    RADIUS,
+    DAMPING,
+    TAU,
+    MEMORY,
+    EPS,
+    UNIT_DAMPING,
+    DECLARED,
+    FAN_IN,
+    SETTINGS,
+) = range(14)
+# flags: the bias trains; moments; counted; maximize; β; outside layers
+TRAINED, MOVING, GUARDED, FLIPPED, SHARED, OUTSIDE = 1, 2, 4, 8, 16, 32
+KEPT = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the weight, in the order of addresses
+
+
+def shapes(layout: Any) -> list[list[int]]:
+    """The table of shapes."""
+    starts, rows = [0, *torch.tensor(layout.sizes).cumsum(0).tolist()], []
+    for k, block in enumerate(layout.blocks):
+        groups, units, inputs, area = layout.shapes[k]
+        moving, stage = k in layout.base, layout.stages[k]
+        flags = TRAINED * bool(block.biases) + MOVING * moving + FLIPPED * bool(block.group["maximize"])
+        flags += GUARDED * (stage is not None) + SHARED * (k in layout.shared) + OUTSIDE * (block.entry is None)
+        rows.append([
+            inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
+            starts[k], flags, groups * units, groups * inputs if moving else 0,
+            stage.slot_count if moving else 0, layout.guarded.index(k) if stage is not None else -1,
+        ])  # fmt: skip
+    return rows
+
+
+def settings(layout: Any) -> list[list[float]]:
+    """The table of settings; a stepsize that is a tensor on another device stands as 0."""
+    rows = []
+    for k, block in enumerate(layout.blocks):
+        g, stage = block.group, layout.stages[k]
+        both = g["lr"], block.bias_groups[0]["lr"] if block.bias_groups else 0.0
+        radius = torch.inf if stage is None or g["trust"] is None else g["trust"]
+        tau, declared = g.get("fresh_max"), g.get("sharing")
+        rows.append([
+            *(0.0 if isinstance(r, Tensor) and not r.is_cpu else float(r) for r in both),
+            block.share,
+            g["weight_decay"], block.bias_groups[0]["weight_decay"] if block.bias_groups else 0.0, radius,
+            g.get("damping", 0.0), torch.inf if tau is None else tau, g.get("decay", 0.0), g.get("eps", 0.0),
+            0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
+            float(block.fan_in) if k in layout.shared else 1.0,
+        ])  # fmt: skip
+    return rows
+
+
+def gradient_like(p: Tensor) -> Tensor:
+    """A parameter's gradient as numbers in the parameter's own dtype and layout: itself, in most cases."""
+    grad = p.grad
+    assert grad is not None
+    plain = grad.dtype == p.dtype and grad.stride() == p.stride() and grad.shape == p.shape
+    if not plain or grad.is_neg() or grad._is_zerotensor():
+        grad = torch.empty_like(p).copy_(grad)
+    return grad
