@@ -16,7 +16,7 @@ typedef REAL real;
 enum { SQUARES, ALONG, STRETCH, BEND, LEVELS, LENGTHS, DIRECTION, SHIFT, KAPPA, NORM2, BENT2 }; /* rows of `sums` */
 enum { GAIN, BACK, BIAS };                                                                     /* rows of `motion` */
 enum { MU, ALPHA, SPREAD, FRESH };                                                             /* rows of `vectors` */
-enum { SCALED, U };                                                                  /* two more, in `columns` alone */
+enum { SCALED, U, BENT };                                                          /* three more, in `columns` alone */
 enum { BETA, SHARES, USABLE, RAISED };                                                         /* rows of `layers` */
 
 typedef struct {
@@ -32,8 +32,9 @@ typedef struct {
 
 _Static_assert(sizeof(Job) == SIZE_OF_JOB, "Job is declared in native.py as well");
 
+/* What rows of a group meet, one value per column: μ, α, the spread 1/α², βα, u = αμ, and α² times the fresh spread. */
 typedef struct {
-    const real *mu, *alpha, *spread, *fresh, *scaled, *u;
+    const real *mu, *alpha, *spread, *scaled, *u, *bent;
     real norm2, bent2, kappa;
 } Columns;
 
@@ -157,27 +158,27 @@ static void frame(const Job *j, int64_t block) {
 static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real scale, real *to) {
     const int64_t columns = s[COLUMNS], inputs = s[INPUTS], inner = s[INNER], longest = j->longest;
     const int moving = (s[FLAGS] & MOVING) != 0;
-    const real *from = j->vectors + s[BASE] + (moving ? group * inputs : 0);
-    real *scaled = to + SCALED * longest, *u = to + U * longest;
-    Columns found = {from, from + j->width, from + 2 * j->width, from + 3 * j->width, scaled, u, 0, 0, 0};
+    const real *mu = j->vectors + s[BASE] + (moving ? group * inputs : 0);
+    const real *alpha = mu + j->width, *spread = alpha + j->width, *fresh = spread + j->width;
+    real *scaled = to + SCALED * longest, *u = to + U * longest, *bent = to + BENT * longest;
     if (inputs != columns) {
-        real *mu = to + 2 * longest, *alpha = mu + longest, *spread = alpha + longest, *fresh = spread + longest;
+        real *wide[4] = {to + 3 * longest, to + 4 * longest, to + 5 * longest, to + 6 * longest};
         for (int64_t c = 0; c < columns;)
             for (int64_t i = 0; i < inputs && c < columns; i++)
-                for (int64_t k = 0; k < inner && c < columns; k++, c++) {
-                    mu[c] = found.mu[i], alpha[c] = found.alpha[i];
-                    spread[c] = found.spread[i], fresh[c] = found.fresh[i];
-                }
-        found.mu = mu, found.alpha = alpha, found.spread = spread, found.fresh = fresh;
+                for (int64_t k = 0; k < inner && c < columns; k++, c++)
+                    wide[MU][c] = mu[i], wide[ALPHA][c] = alpha[i], wide[SPREAD][c] = spread[i], wide[FRESH][c] = fresh[i];
+        mu = wide[MU], alpha = wide[ALPHA], spread = wide[SPREAD], fresh = wide[FRESH];
     }
     real norm2 = 0, bent2 = 0;
 #pragma omp simd reduction(+ : norm2, bent2)
     for (int64_t c = 0; c < columns; c++) {
-        scaled[c] = scale * found.alpha[c];
-        u[c] = found.alpha[c] * found.mu[c];
+        scaled[c] = scale * alpha[c];
+        u[c] = alpha[c] * mu[c];
+        bent[c] = alpha[c] * alpha[c] * fresh[c];
         norm2 += u[c] * u[c];
-        bent2 += found.alpha[c] * found.alpha[c] * found.fresh[c] * u[c] * u[c];
+        bent2 += bent[c] * u[c] * u[c];
     }
+    Columns found = {mu, alpha, spread, scaled, u, bent, 0, 0, 0};
     if (moving && !(s[FLAGS] & TRAINED)) {
         const real root = sqrt(1 + norm2);
         found.norm2 = norm2, found.bent2 = bent2, found.kappa = 1 / (root * (1 + root));
@@ -186,58 +187,71 @@ static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real sc
 }
 
 /* The gradient of a unit's bias; of a layer without one, what projects its gradient. */
-static real shift_of(const int64_t *p, const int64_t *s, const Columns *at_, const real *grad, int64_t row, real scale) {
+static real shift_of(const int64_t *p, const int64_t *s, const Columns *now, const real *grad, int64_t row, real scale) {
     if (s[FLAGS] & TRAINED) return scale * at(p, BIAS_GRAD)[row];
-    if (at_->kappa == 0) return 0;
+    if (now->kappa == 0) return 0;
     real along = 0;
-    const real *scaled = at_->scaled, *u = at_->u;
+    const real *scaled = now->scaled, *u = now->u;
 #pragma omp simd reduction(+ : along)
     for (int64_t c = 0; c < s[COLUMNS]; c++) along += scaled[c] * u[c] * grad[c];
-    return at_->kappa * along;
+    return now->kappa * along;
 }
 
 static real scale_of(const Job *j, const int64_t *s, int64_t block) {
     return (s[FLAGS] & FLIPPED ? -1 : 1) * j->layers[BETA * j->blocks + block];
 }
 
-/* Sums over rows of one block; NaN if a gradient is not finite. */
+/* Sums over one row, for `measure`. `even` and `projected` are constants where this is called. */
+static inline __attribute__((always_inline)) real row_sums(
+    const Columns *now, int64_t columns, const real *grad, const real *buffer, const real *weight, real shift, real m,
+    const int even, const int projected, real *to, int64_t units) {
+    const real *mu = now->mu, *spread = now->spread, *scaled = now->scaled, *u = now->u, *bent = now->bent;
+    real squares = 0, along = 0, stretch = 0, bend = 0, means = 0, lengths = 0, bad = 0;
+#pragma omp simd reduction(+ : squares, along, stretch, bend, means, lengths, bad)
+    for (int64_t c = 0; c < columns; c++) {
+        const real g = grad[c], w = weight[c], on_v = scaled[c] * g - shift * u[c], held = m * buffer[c] + on_v;
+        const real d = even ? m * held + on_v : held, pull = bent[c] * d;
+        if (even) squares += on_v * on_v;
+        along += u[c] * d;
+        stretch += pull * d;
+        if (projected) bend += pull * u[c];
+        means += mu[c] * w;
+        lengths += w * w * spread[c];
+        bad += g * 0;
+    }
+    to[SQUARES * units] = squares, to[ALONG * units] = along, to[STRETCH * units] = stretch, to[BEND * units] = bend;
+    to[LEVELS * units] = means, to[LENGTHS * units] = lengths;
+    return bad + squares * 0;
+}
+
+/* Sums over rows of one block; NaN if a gradient, or a sum of squares, is not finite. */
 static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
     const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
     const int64_t columns = s[COLUMNS], units = j->units;
-    const real scale = scale_of(j, s, block), m = j->momentum, on = j->even ? 1 : 0, held_by = j->even ? m : 1;
+    const real scale = scale_of(j, s, block), m = j->momentum;
     Columns now = {0};
     real nothing = 0;
     for (int64_t row = begin; row < end; row++) {
         if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, room);
-        const real *mu = now.mu, *alpha = now.alpha, *spread = now.spread, *fresh = now.fresh;
-        const real *scaled = now.scaled, *u = now.u;
         const real *grad = at(p, GRAD) + row * columns, *weight = at(p, WEIGHT) + row * columns;
         const real *buffer = m ? at(p, BUFFER) + row * columns : grad;
         const real shift = shift_of(p, s, &now, grad, row, scale);
-        real squares = 0, along = 0, stretch = 0, bend = 0, means = 0, lengths = 0, bad = 0;
-#pragma omp simd reduction(+ : squares, along, stretch, bend, means, lengths, bad)
-        for (int64_t c = 0; c < columns; c++) {
-            real on_v = scaled[c] * grad[c] - shift * u[c];
-            real step = alpha[c] * (on * on_v + held_by * (m * buffer[c] + on_v)), w = weight[c];
-            squares += on_v * on_v;
-            along += mu[c] * step;
-            stretch += fresh[c] * step * step;
-            bend += fresh[c] * alpha[c] * u[c] * step;
-            means += mu[c] * w;
-            lengths += w * w * spread[c];
-            bad += grad[c] * 0;
-        }
         real direction = 0, *to = j->sums + s[START] + row;
+        if (now.kappa > 0 && j->even)
+            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 1, to, units);
+        else if (now.kappa > 0)
+            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 0, 1, to, units);
+        else if (j->even)
+            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 0, to, units);
+        else
+            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 0, 0, to, units);
         if (s[FLAGS] & TRAINED) {
             const real held = m ? m * at(p, BIAS_BUFFER)[row] + shift : shift;
-            direction = on * shift + held_by * held;
-            squares += shift * shift;
-            bad += shift * 0;
+            direction = j->even ? shift + m * held : held;
+            to[SQUARES * units] += shift * shift;
+            nothing += (j->even ? shift * shift : shift) * 0;
         }
-        nothing += bad + (j->even ? squares * 0 : 0);
-        to[SQUARES * units] = squares, to[ALONG * units] = along, to[STRETCH * units] = stretch;
-        to[BEND * units] = bend, to[LENGTHS * units] = lengths;
-        to[LEVELS * units] = means + (p[LEVEL] ? at(p, LEVEL)[row] : 0);
+        if (p[LEVEL]) to[LEVELS * units] += at(p, LEVEL)[row];
         to[DIRECTION * units] = direction, to[SHIFT * units] = shift;
         to[KAPPA * units] = now.kappa, to[NORM2 * units] = now.norm2, to[BENT2 * units] = now.bent2;
     }
@@ -390,7 +404,7 @@ typedef struct {
 
 static void go(Way *way, int64_t part) {
     const Job *j = way->job;
-    real *room = j->columns + part * 6 * j->longest;
+    real *room = j->columns + part * 7 * j->longest;
     int64_t all = 0, before = 0;
     for (int64_t block = 0; block < j->blocks; block++)
         all += j->shapes[block * SHAPES + UNITS] * j->shapes[block * SHAPES + COLUMNS];

@@ -92,7 +92,7 @@ class Room:
         self.vectors[0] = 0
         most = native.PARTS if native.parallel() else 1
         self.parts = max(1, min(most, torch.get_num_threads(), sum(s.numel() for s in layout.shapes) // EACH))
-        self.columns = torch.zeros(self.parts, 6, longest, dtype=dtype)
+        self.columns = torch.zeros(self.parts, 7, longest, dtype=dtype)
         self.layers = torch.zeros(4, count, dtype=dtype)
         self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (SUMS, 3))
         self.counts_steps = all(state[p]["step"].dtype == torch.float32 for p in layout.parameters)
