@@ -33,7 +33,7 @@ class Muons(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         matrices = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() != 2]
-        self.parts = [torch.optim.Muon(matrices, lr=1e-9), torch.optim.AdamW(others, lr=1e-9, fused=True)]
+        self.parts = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
         super().__init__(model.parameters(), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -46,7 +46,7 @@ class KFAC(torch.optim.SGD):
     """SGD behind kfac-pytorch's preconditioner, as its users write it."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=1e-9, momentum=MOMENTUM)
+        super().__init__(model.parameters(), lr=LR, momentum=MOMENTUM)
         self.preconditioner = peer("kfac.preconditioner").KFACPreconditioner(model)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -69,21 +69,22 @@ PEERS = {
     "kfac": "kfac-pytorch (from its repository; the package kfac is another)",
     "singd": "the package singd",
 }
-MOMENTUM = 0.9  # stepsizes below are tiny: all contenders are to time the same network, not what they make of it
+MOMENTUM = 0.9
+LR = 1e-30  # all contenders are to time the same network, not what they make of it; 1e-9 moves one whose signals vanish
 CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
-    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-9, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
+    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True),
     "muon": Muons,
-    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=1e-9, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.EvenStep(m, lr=1e-9, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=1e-9, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-9),
-    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=1e-9, momentum=MOMENTUM),
+    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
+    "evenstep": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM),
+    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=LR),
+    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
     # rivals, where they are installed
-    "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=1e-9),
-    "soap": lambda m: peer("pytorch_optimizer").SOAP(m.parameters(), lr=1e-9),
+    "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR),
+    "soap": lambda m: peer("pytorch_optimizer").SOAP(m.parameters(), lr=LR),
     "kfac": KFAC,
-    "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=1e-9, momentum=MOMENTUM),
+    "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=LR, momentum=MOMENTUM),
 }
 NEEDS = {
     "shampoo": "pytorch_optimizer",
