@@ -339,3 +339,43 @@ def test_steps_of_layers_without_a_radius_are_not_told_of(name, fresh_max, trust
         assert not stages["second"].last[2] and any(stage.last[2] for stage in stages.values())
         both.append((model, optimizer))
     assert_same(*both)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep])
+def test_a_layer_without_bias_whose_inputs_never_vary_trains(cls, foreach, device):
+    """Its weights are what the means of its inputs are multiplied by; a variance of 0 would give them no coordinate."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False).to(device)
+    x, target = torch.tensor([[2.0, 0.0, -1.0]], device=device).expand(8, 3), torch.tensor([1.0, -2.0], device=device)
+    optimizer = cls(model, lr=0.05, foreach=foreach)
+    unused = model.weight.detach()[:, 1].clone()
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 1e-3
+    assert torch.equal(model.weight[:, 1], unused), "an input that is 0 moves nothing"
+
+
+def test_a_constant_input_is_the_limit_of_small_variances():
+    """Down to the floor, a layer without bias takes the same step whatever little its inputs vary."""
+    torch.manual_seed(0)
+    start = nn.Linear(4, 3, bias=False).double()
+    noise, mean, pull = (
+        torch.randn(64, 4).double(),
+        torch.tensor([1.0, -2.0, 0.5, 3.0]).double(),
+        torch.randn(3).double(),
+    )
+    steps = []
+    for spread in (0.0, 1e-4, 1e-2):
+        model = copy.deepcopy(start)
+        optimizer = evenstep.WhitenedSGD(model, lr=0.01, trust=None, damping=0.0)
+        (model(mean + spread * noise) * pull).sum(1).mean().backward()
+        optimizer.step()
+        steps.append(model.weight.detach() - start.weight)
+    response = [(step @ mean) for step in steps]  # how far outputs move
+    assert_close(response[0], response[1], rtol=1e-3, atol=0)
+    assert_close(response[0], response[2], rtol=0.02, atol=0)

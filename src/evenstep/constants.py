@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .segments import WHOLE, Segments, Whole
 
+STEADY = 1e-6  # share of its squared mean that the variance of an input is taken for at least, in a layer without bias
+
 
 class Constants(NamedTuple):
     """μ_i and α_i² per input, β_j² per unit (or one for the layer) of the reparametrization, eq. 2."""
@@ -30,6 +32,18 @@ def damped(vx: Tensor, damping: float | Tensor, over: Whole | Segments = WHOLE) 
     tensor([[2., 4.]])
     """
     return vx + damping * over.mean(vx)
+
+
+def unsteady(vx: Tensor, mx: Tensor, share: float | Tensor) -> Tensor:
+    """The variance at least that share of the squared mean: max(vx_i, share · mx_i²).
+
+    A layer without bias gets its constant part through its inputs' means alone. Where they never vary, it takes the
+    step that inputs have in the limit of small variances; float32 would not resolve smaller ones.
+
+    >>> unsteady(torch.tensor([0.0, 4.0]), torch.tensor([2.0, 2.0]), 0.25)
+    tensor([1., 4.])
+    """
+    return torch.maximum(vx, share * mx * mx)
 
 
 def inverse(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import shards, update
 from .blocks import Block
-from .constants import canonical_beta2, canonical_mg2, geometry_beta2
+from .constants import STEADY, canonical_beta2, canonical_mg2, geometry_beta2
 from .guards import TRUST_FLOOR
 from .moments import Running, Sums, accumulation_dtype, fold_mean, usable
 from .stages import Stage
@@ -47,7 +47,15 @@ def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> u
         beta2 = torch.where(started | (stage.applied > 0), canonical_beta2(mg2, group["damping"]), beta2)
         beta2 = (beta2[shards.row_numbers(weight)] if shards.sharded(weight) else beta2).view(groups, units)
     running, sums, centre = grouped(state, stage, block.groups)
-    found = update.moving_frame(running, sums, centre, beta2, damping=group["damping"], fresh_max=group["fresh_max"])
+    found = update.moving_frame(
+        running,
+        sums,
+        centre,
+        beta2,
+        damping=group["damping"],
+        fresh_max=group["fresh_max"],
+        steady=0.0 if block.biases else STEADY,
+    )
     return per_row(found, block) if block.rows_as_groups else found
 
 

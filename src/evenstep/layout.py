@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
+from .constants import STEADY
 from .kernels import native_step
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
@@ -125,6 +126,7 @@ class Layout:
         self.identity = sum(self.input_sizes)
         self.inputs = Segments.of([*self.input_sizes, 1], self.device)
         self.base = dict(zip(self.moving, Segments.of([*self.input_sizes, 1]).offsets.tolist(), strict=False))
+        self.steady = self.inputs.widen(self.tensor([*(STEADY * (k in self.unbiased) for k in self.moving), 0.0]))
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
         self.plain_room: Any = None  # what the CPU keeps from step to step

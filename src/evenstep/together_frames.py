@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import moments, rows, update
 from . import room as at
-from .constants import geometry_beta2, inverse_root
+from .constants import geometry_beta2, inverse_root, unsteady
 from .layout import Layout
 from .room import Room
 
@@ -149,13 +149,14 @@ class Coordinates:
         room, over = self.room, self.layout.inputs
         torch.div(room.batch, self.fixed.number, out=room.averages)
         torch.div(room.square, self.fixed.tau, out=room.bounds)
+        vx = unsteady(room.vx, room.mx, self.layout.steady) if self.layout.unbiased else room.vx
         total, same = update.settled_frame(
-            room.vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]
+            vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]
         )
         if not all(map(math.isfinite, total.tolist())):
             return False
         if not same:
-            self.raised = over.total((room.bounds > room.vx).to(total.dtype)).tolist()
+            self.raised = over.total((room.bounds > vx).to(total.dtype)).tolist()
         return True
 
     def _general_frame(self, counts: list[float]) -> Tensor:
@@ -174,6 +175,7 @@ class Coordinates:
             batch=self.batch,
             damping=self.fixed.input_share * lay.inputs.widen(lay.inputs.offsets.diff()),
             fresh_max=self.fixed.tau,
+            steady=lay.steady if lay.unbiased else 0.0,
             over=lay.inputs,
         )
         self.raised = found.raised.tolist()

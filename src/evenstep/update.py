@@ -67,17 +67,20 @@ def moving_frame(
     batch: Batch | None = None,
     damping: float | Tensor,
     fresh_max: float | Tensor | None,
+    steady: float | Tensor = 0.0,
     over: Whole | Segments = WHOLE,
 ) -> Frame:
     """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
 
     The first batch uses its own moments, for want of others. Without any moments the coordinates are fan-in ones.
     Many layers can lie end to end (`over`), rows, mass and settings then given for each input. `batch` is what
-    `batch_of` gives, where that is known.
+    `batch_of` gives, where that is known; `steady` is `constants.STEADY` for a layer without bias.
     """
     mean, var, fresh = batch or batch_of(sums, centre, over)
     started = running.mass > 0
     mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
+    if isinstance(steady, Tensor) or steady:
+        vx = C.unsteady(vx, mx, steady)
     q = torch.where(fresh, second_moment_about(sums, centre, mx), vx)
     raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
     known = fresh | started

@@ -25,7 +25,7 @@ typedef struct {
     real *vectors, *columns, *layers, *sums, *motion;
     float *last, *fired;
     int64_t blocks, width, longest, units;
-    double momentum, floor, crowd, least;
+    double momentum, floor, crowd, least, steady;
     int64_t linear, even, guarded, counted, parts;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* torch's own threads: GOMP_parallel */
 } Job;
@@ -126,7 +126,7 @@ static void frame(const Job *j, int64_t block) {
     const real rows = ((const double *)(intptr_t)p[TALLY])[0], some = rows > 1 ? rows : 1, tau = g[TAU];
     const int started = *at(p, MASS) > 0;
     real *mu = j->vectors + s[BASE], *alpha = mu + j->width, *spread = alpha + j->width, *fresh = spread + j->width;
-    real bad = 0, total = 0, fired = 0;
+    real bad = 0, total = 0, fired = 0, steady = flags & TRAINED ? 0 : (real)j->steady;
 #pragma omp simd reduction(+ : bad)
     for (int64_t i = 0; i < count; i++) bad += (first[i] + second[i]) * 0; /* NaN unless both are finite */
     const int usable = bad == 0 && rows > 0, known = usable || started;
@@ -135,6 +135,7 @@ static void frame(const Job *j, int64_t block) {
     for (int64_t i = 0; i < count; i++) {
         real off = first[i] / some, own = second[i] / some - off * off;
         real mean = started ? mx[i] : centre[i] + off, var = started ? vx[i] : own > 0 ? own : 0;
+        var = var > steady * mean * mean ? var : steady * mean * mean;
         real shift = mean - centre[i], q = (second[i] - 2 * shift * first[i] + rows * shift * shift) / some;
         q = usable ? (q > 0 ? q : 0) : var;
         real over = q / tau, raised = over > var ? over : var;

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..constants import STEADY
 from ..guards import CROWD, LEAST
 from . import native, tables
 
@@ -106,7 +107,7 @@ class Room:
         self.job = native.Job(blocks=count, width=width, longest=longest, units=layout.total)
         self.job.momentum, self.job.linear, self.job.even = float(self.momentum), linear, even
         self.job.parallel = native.parallel()
-        self.job.crowd, self.job.least = 0.0 if linear else CROWD, LEAST
+        self.job.crowd, self.job.least, self.job.steady = 0.0 if linear else CROWD, LEAST, STEADY
         self.job.addresses, self.job.shapes = map(ctypes.addressof, (self.addresses, self.shapes))
         for name in ("vectors", "columns", "layers", "sums", "motion"):
             setattr(self.job, name, getattr(self, name).data_ptr())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..constants import STEADY
 from ..guards import CROWD
 from . import tables
 from .launch import Launcher
@@ -102,7 +103,7 @@ class TritonStep:
         arguments = (self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers)
         sizes = layout.identity + 1, count
         warps, block = SHAPE["frame"]
-        constants = {"LINEAR": linear, "SLOTS": MOST_SLOTS, "BLOCK": block}
+        constants = {"LINEAR": linear, "STEADY": STEADY, "SLOTS": MOST_SLOTS, "BLOCK": block}
         _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, warps, **constants)
         self._rows("add_up")
 

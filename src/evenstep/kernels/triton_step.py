@@ -38,7 +38,7 @@ def input_at(column, columns, inputs, inner):
 @triton.jit(do_not_specialize=SIZES)
 def frame(
     addresses, shapes, settings, vectors, fresh, layers, width, blocks,
-    LINEAR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR: tl.constexpr, STEADY: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
@@ -76,6 +76,7 @@ def frame(
         known = usable | started
         tl.store(layers + 2 * blocks + block, usable.to(tl.float32))
         tau = tl.load(g + 7)
+        steady = tl.where((flags & 1) != 0, 0.0, STEADY)
         total = tl.zeros([BLOCK], dtype=tl.float32)
         fired = tl.zeros([BLOCK], dtype=tl.float32)
         tl.debug_barrier()
@@ -88,6 +89,7 @@ def frame(
             off = first / some
             mean = tl.where(started, tl.load(mx + i, mask=here, other=0.0), c + off)
             var = tl.where(started, tl.load(vx + i, mask=here, other=0.0), tl.maximum(second / some - off * off, 0.0))
+            var = tl.maximum(var, steady * mean * mean)
             shift = mean - c
             q = tl.maximum((second - 2 * shift * first + rows * shift * shift) / some, 0.0)
             q = tl.where(usable, q, var)
