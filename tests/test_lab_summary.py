@@ -207,6 +207,13 @@ def test_initial_loss_is_recorded_or_that_of_guessing(config, expected):
     assert summary.initial_loss([record("sg", 0.1, [1.0], **config)]) == expected
 
 
+def test_a_run_that_ended_above_its_first_loss_is_no_best_run():
+    failed = [record("sg", 0.1, [2.4, 2.5]), record("sg", 0.2, [3.0, 2.9]), record("sg", 0.4, [None])]
+    best = summary.best_runs([*failed, record("adam", 0.1, [5.0, 1.0])])
+    assert list(best) == ["adam"]
+    assert list(summary.best_runs([dict(run, initial_loss=2.7) for run in failed])) == ["sg"]
+
+
 def test_best_run_is_at_the_edge_whatever_the_seed():
     runs = [record("sg", 0.1, [1.0], 0), record("sg", 0.1, [0.9], 1), record("sg", 0.2, [2.0], 0)]
     assert summary.best_runs(runs)["sg"].at_edge

@@ -22,7 +22,8 @@ DASHES = {"sg": (0, (4, 1.5)), "fan-in": "solid", "batch-norm": (0, (4, 1.5)), "
 def plot(records: list[Record]) -> "Figure":
     """The paper's figure 2: training loss against epochs, SG and SG ÷ √(n·S) left, batch norm and whitening right.
 
-    A thick line is the method's best stepsize, thin lines are the others. Both panels have the same axes.
+    A thick line is the method's best stepsize, if it trained at one, thin lines are the others. Both panels have the
+    same axes.
     """
     figure, panels = drawing.panels(2, width=5.25, height=4.6, share=True)
     top, bottom = _loss_range(records)
@@ -61,7 +62,7 @@ def _draw(axes: "Axes", records: list[Record]) -> None:
     ends: list[tuple[float, float, str, str, bool]] = []
     for name, runs in by_method(records).items():
         for record in runs:
-            is_best = record is best[name]
+            is_best = record is best.get(name)
             epochs, losses = _curve(record)
             style: dict[str, Any] = {"linewidth": 2.4} if is_best else {"linewidth": 0.9, "alpha": 0.55}
             axes.plot(epochs, losses, color=COLOURS[name], linestyle=DASHES[name], zorder=2 + is_best, **style)
