@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab import records, reproduce, reproduction
+from evenstep.lab import identity, records, reproduce, reproduction
 from evenstep.lab.experiments import EXPERIMENTS, Options, coupling, fig1, fig2, fig3, l2, scale, shock, tuning
-from evenstep.lab.experiments.common import Verdict, below, finished, images, joined, judged
+from evenstep.lab.experiments.common import Verdict, below, borrow, finished, images, joined, judged
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term, alexnet, paper_cnn
 from evenstep.lab.usage import UsageError
@@ -130,6 +131,46 @@ def test_records_of_other_data_are_refused(tmp_path):
     records.append(path, records.make({"method": "sg", "data": "something else"}, 0, []))
     with pytest.raises(UsageError, match=r"l2\.jsonl holds records on something else, this run is on Fashion"):
         l2.run(QUICK, path)
+
+
+def of(data, record):
+    """A record as if it were of other data."""
+    return {**record, "config": {**record["config"], **data}} if "data" in record["config"] else record
+
+
+@pytest.mark.parametrize("name", ["fig3", "coupling", "shock"])
+def test_other_data_of_the_same_name_are_refused_and_older_records_kept(quick, tmp_path, monkeypatch, name):
+    path, mine = tmp_path / "records.jsonl", replace(images(QUICK), name="mine")
+    *older, last = finished(quick / f"{name}.jsonl")
+    for record in older:
+        records.append(path, of({"data": "mine"}, record))
+    before = path.read_bytes()
+    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: mine)
+    EXPERIMENTS[name].run(QUICK, path)
+    (added,) = finished(path)[len(older) :]
+    assert path.read_bytes().startswith(before)
+    assert added["config"] == of(identity.described(mine), last)["config"] and identity.DIGEST in added["config"]
+    others, told = replace(mine, train_y=mine.train_y.flip(0)), []
+    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: others)
+    with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called mine"):
+        EXPERIMENTS[name].run(QUICK, path, progress=lambda *what: told.append(what))
+    assert not told and finished(path)[-1] == added
+
+
+def test_what_other_data_of_the_same_name_gave_is_not_borrowed(quick, tmp_path):
+    mine = replace(images(QUICK), name="mine")
+    old, new = finished(quick / "fig2.jsonl")[:2]
+    old, new = of({"data": "mine"}, old), of(identity.described(mine), new)
+    for record in (old, new):
+        records.append(tmp_path / "fig2.jsonl", record)
+    others, out = replace(mine, train_y=mine.train_y.flip(0)), tmp_path / "l2.jsonl"
+    borrow(out, "fig2", list, others)
+    assert finished(out) == [old]
+    borrow(out, "fig2", list, mine)
+    assert finished(out) == [old, new]
+    records.append(tmp_path / "fig2.jsonl", {"config": {"data": "mine"}})
+    with pytest.raises(UsageError, match=r"fig2\.jsonl holds records that are not of fig2"):
+        borrow(out, "fig2", list, mine)
 
 
 def test_images_are_the_ones_that_the_experiment_wants(tmp_path, monkeypatch):

@@ -130,11 +130,11 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 
     def one(name: str, first: Trial, then: Trial | None) -> None:
         progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
-        config: dict[str, Any] = {"experiment": "fig3", "name": name, "data": arrays.name, "first": asdict(first)}
+        config: dict[str, Any] = {"experiment": "fig3", "name": name, "first": asdict(first)}
         config["then"] = None if then is None else asdict(then)
         make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
         with failures_expected(), own_stream(device):
-            found.append(stored(out, config, options.seed, make, device))
+            found.append(stored(out, config, options.seed, make, device, arrays))
 
     for lr in rates:
         one(BATCH_NORM[0], Trial("batch-norm", lr, **base), None)

@@ -73,9 +73,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     arrays, plan = images(options, device), Plan(seeds=2, growth=0, thin=1) if options.quick else Plan()
     plain, settings = (BATCH_NORM, WHITENING, GUARDED), QUICK if options.quick else FULL
     only(out, [arrays])
-    borrow(
-        out, "fig2", lambda records: [r for c in plain for r in c.mine(records) if r["config"]["data"] == arrays.name]
-    )
+    borrow(out, "fig2", lambda records: [r for c in plain for r in c.mine(records)], arrays)
     found = tuned(plain, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
 
     def stage(entrants: list[tuple[Contender, float]], seeds: Iterable[int]) -> list[Record]:
