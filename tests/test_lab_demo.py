@@ -111,6 +111,13 @@ def test_figure_has_no_thick_line_for_a_method_that_never_trained():
     assert {text.get_text() for text in left.texts} == {"0.1", "0.3"}
 
 
+def test_figure_of_many_classes_reaches_up_to_guessing_among_them():
+    left, _ = plots.plot([record("sg", 0.1, [5.0, 4.0], model_options={"classes": 200}, data="birds")]).axes
+    assert left.get_ylim()[1] > 5.0
+    left, _ = plots.plot([record("sg", 0.1, [5.0, 2.0])]).axes
+    assert left.get_ylim()[1] < 5.0
+
+
 def test_an_epoch_is_a_whole_number_even_alone():
     left, _ = plots.plot([record("sg", 0.1, [2.0])]).axes
     low, high = left.get_xlim()

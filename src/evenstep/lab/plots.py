@@ -8,7 +8,7 @@ from evenstep.lab import drawing
 from evenstep.lab.labels import PREFERRED, model_label
 from evenstep.lab.methods import METHODS
 from evenstep.lab.records import Record
-from evenstep.lab.summary import best_runs, by_method
+from evenstep.lab.summary import best_runs, by_method, initial_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,9 +42,9 @@ def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 
 def _loss_range(records: list[Record]) -> tuple[float, float]:
-    """Largest and smallest loss to show; what lies above the loss of guessing (log 10) is of no interest."""
+    """Largest and smallest loss to show; what lies above the loss of guessing is of no interest."""
     losses = [row["train_loss"] for record in records for row in record["metrics"] if row["train_loss"]]
-    highest = min(max(losses, default=1.0), math.log(10))
+    highest = min(max(losses, default=1.0), initial_loss(records) or math.log(10))
     return 1.15 * highest, 0.85 * min([*losses, highest])
 
 
