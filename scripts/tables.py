@@ -3,61 +3,40 @@
     python scripts/tables.py results/cifar-cnn.jsonl [more files] [--all]
 
 One row per method and settings, at the stepsize with the lowest training loss of the last epoch (mean over seeds);
-`--all` shows every stepsize.
+`--all` shows every stepsize. A run that ended above the loss it began with diverged.
 """
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from evenstep.lab import records
+from evenstep.lab import records, summary
 
 COLUMNS = ["method", "settings", "stepsize", "seeds", "training loss", "test accuracy", "dead units"]
 
 
 def spread(values: list[float | None], digits: int) -> str:
     """Mean, and standard deviation where there are several seeds; a run that diverged makes it so."""
-    if any(v is None for v in values):
+    if any(v is None or math.isinf(v) for v in values):
         return "diverged"
-    mean = statistics.fmean(values)
-    if mean > 1e3:
-        return "diverged"
-    text = f"{mean:.{digits}f}"
+    text = f"{statistics.fmean(values):.{digits}f}"
     return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
 
 
 def rows(found: list[records.Record], every: bool) -> list[list[str]]:
     """The table's rows, best loss first; a trial recorded twice counts once, the newest."""
-    newest = {(name(r), settings(r), r["config"]["lr"], r["seed"]): r for r in found}
-    groups: dict[tuple, dict[float, list]] = defaultdict(lambda: defaultdict(list))
-    for (method, options, lr, _), record in newest.items():
-        groups[method, options][lr].append(record["metrics"][-1])
-    table = []
-    for (method, options), by_lr in groups.items():
-        scored = {lr: loss(last) for lr, last in by_lr.items()}
-        for lr in sorted(by_lr) if every else [min(scored, key=scored.get)]:
-            table.append((scored[lr], line(method, options, lr, by_lr[lr])))
+    table, l0 = [], summary.initial_loss(found)
+    for series in summary.series(found):
+        options = ", ".join(f"{k}={v}" for k, v in series.options.items()) or "defaults"
+        for lr in series.runs if every else [summary.best_stepsize(series.runs, l0)]:
+            losses = [summary.end(run, l0) for run in series.runs[lr]]
+            last = [run["metrics"][-1] for run in series.runs[lr]]
+            accuracies, dead = [row["test_accuracy"] for row in last], [100 * row["dead_share"] for row in last]
+            numbers = [spread(losses, 3), spread(accuracies, 3), spread(dead, 1) + " %"]
+            table.append((statistics.fmean(losses), [series.method, options, f"{lr:g}", str(len(last)), *numbers]))
     return [cells for _, cells in (table if every else sorted(table, key=lambda row: row[0]))]
-
-
-def loss(last: list[dict]) -> float:
-    values = [row["train_loss"] for row in last]
-    return float("inf") if None in values else statistics.fmean(values)
-
-
-def line(method: str, options: str, lr: float, last: list[dict]) -> list[str]:
-    column = lambda key: [row[key] for row in last]  # noqa: E731
-    return [method, options, f"{lr:g}", str(len(last)), spread(column("train_loss"), 3),
-            spread(column("test_accuracy"), 3), spread([100 * d for d in column("dead_share")], 1) + " %"]  # fmt: skip
-
-
-def name(record: records.Record) -> str:
-    return record["config"]["method"]
-
-
-def settings(record: records.Record) -> str:
-    return ", ".join(f"{k}={v}" for k, v in record["config"]["options"].items()) or "defaults"
 
 
 def main() -> None:

@@ -233,6 +233,17 @@ def test_help_names_each_command(capsys):
     assert set(COMMANDS) <= set(re.findall(r"[a-z]+", capsys.readouterr().out))
 
 
+def test_help_says_what_is_required_and_what_has_a_default(capsys):
+    needing = []
+    for command in ("", *COMMANDS):
+        assert call(*command.split(), "--help") == 0
+        shown = capsys.readouterr().out
+        needing += [command] if "(required)" in shown else []
+        assert "(default: )" not in shown
+        assert command or ("(default: demo)" in shown and "[{demo," in shown)
+    assert needing == ["reproduce", "report", "doctor"]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_what_tyro_says_is_read_in_any_terminal(encoding):
     environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": encoding}

@@ -531,6 +531,7 @@ def test_what_cannot_be_loaded_is_one_line_for_the_user(tmp_path, monkeypatch, g
         data.load(given)
     assert str(caught.value).startswith(f"--data {given}: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count(f"{given}: ") == 1
 
 
 @pytest.mark.skipif(not USERS_DATA.is_dir(), reason="EVENSTEP_DATA names no folder of data sets")

@@ -105,6 +105,19 @@ def test_figure_shows_each_method_in_its_panel_and_the_best_thick():
     assert {text.get_text() for text in left.texts} == {"0.1", "SG, 0.3"}
 
 
+def test_figure_has_no_thick_line_for_a_method_that_never_trained():
+    left, _ = plots.plot([record("sg", 0.1, [2.3, 2.4]), record("sg", 0.3, [2.3, 2.5])]).axes
+    assert len({line.get_linewidth() for line in left.lines}) == 1
+    assert {text.get_text() for text in left.texts} == {"0.1", "0.3"}
+
+
+def test_figure_of_many_classes_reaches_up_to_guessing_among_them():
+    left, _ = plots.plot([record("sg", 0.1, [5.0, 4.0], model_options={"classes": 200}, data="birds")]).axes
+    assert left.get_ylim()[1] > 5.0
+    left, _ = plots.plot([record("sg", 0.1, [5.0, 2.0])]).axes
+    assert left.get_ylim()[1] < 5.0
+
+
 def test_an_epoch_is_a_whole_number_even_alone():
     left, _ = plots.plot([record("sg", 0.1, [2.0])]).axes
     low, high = left.get_xlim()

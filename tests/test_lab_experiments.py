@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab import records, reproduce, reproduction
+from evenstep.lab import identity, records, reproduce, reproduction
 from evenstep.lab.experiments import EXPERIMENTS, Options, coupling, fig1, fig2, fig3, l2, scale, shock, tuning
-from evenstep.lab.experiments.common import Verdict, below, finished, images, joined, judged
+from evenstep.lab.experiments.common import Verdict, below, borrow, finished, images, joined, judged
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term, alexnet, paper_cnn
 from evenstep.lab.usage import UsageError
@@ -130,6 +131,46 @@ def test_records_of_other_data_are_refused(tmp_path):
     records.append(path, records.make({"method": "sg", "data": "something else"}, 0, []))
     with pytest.raises(UsageError, match=r"l2\.jsonl holds records on something else, this run is on Fashion"):
         l2.run(QUICK, path)
+
+
+def of(data, record):
+    """A record as if it were of other data."""
+    return {**record, "config": {**record["config"], **data}} if "data" in record["config"] else record
+
+
+@pytest.mark.parametrize("name", ["fig3", "coupling", "shock"])
+def test_other_data_of_the_same_name_are_refused_and_older_records_kept(quick, tmp_path, monkeypatch, name):
+    path, mine = tmp_path / "records.jsonl", replace(images(QUICK), name="mine")
+    *older, last = finished(quick / f"{name}.jsonl")
+    for record in older:
+        records.append(path, of({"data": "mine"}, record))
+    before = path.read_bytes()
+    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: mine)
+    EXPERIMENTS[name].run(QUICK, path)
+    (added,) = finished(path)[len(older) :]
+    assert path.read_bytes().startswith(before)
+    assert added["config"] == of(identity.described(mine), last)["config"] and identity.DIGEST in added["config"]
+    others, told = replace(mine, train_y=mine.train_y.flip(0)), []
+    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: others)
+    with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called mine"):
+        EXPERIMENTS[name].run(QUICK, path, progress=lambda *what: told.append(what))
+    assert not told and finished(path)[-1] == added
+
+
+def test_what_other_data_of_the_same_name_gave_is_not_borrowed(quick, tmp_path):
+    mine = replace(images(QUICK), name="mine")
+    old, new = finished(quick / "fig2.jsonl")[:2]
+    old, new = of({"data": "mine"}, old), of(identity.described(mine), new)
+    for record in (old, new):
+        records.append(tmp_path / "fig2.jsonl", record)
+    others, out = replace(mine, train_y=mine.train_y.flip(0)), tmp_path / "l2.jsonl"
+    borrow(out, "fig2", list, others)
+    assert finished(out) == [old]
+    borrow(out, "fig2", list, mine)
+    assert finished(out) == [old, new]
+    records.append(tmp_path / "fig2.jsonl", {"config": {"data": "mine"}})
+    with pytest.raises(UsageError, match=r"fig2\.jsonl holds records that are not of fig2"):
+        borrow(out, "fig2", list, mine)
 
 
 def test_images_are_the_ones_that_the_experiment_wants(tmp_path, monkeypatch):
@@ -507,6 +548,13 @@ def test_failures_are_those_above_the_best_stepsize():
     assert tuning.rates_table(found, [fig2.SG])[1] == ["SG", "0.1", "1", "0.500", "0.500", "0.0 %", "0.4"]
 
 
+def test_runs_that_end_above_guessing_are_no_results():
+    found = [made_up(fig2.SG, lr, 0, loss) for lr, loss in ((0.1, 2.6), (0.2, 2.5), (0.4, None))]
+    assert tuning.best_rate(found) == 0.1 and tuning.beyond(found) == 0.05
+    assert tuning.losses(found) == [math.inf] * 3
+    assert tuning.best_rate([*found, made_up(fig2.SG, 0.8, 0, 2.2)]) == 0.8
+
+
 # verdicts, on made-up records
 
 
@@ -527,6 +575,12 @@ def test_figure_2_right_wants_half_of_the_loss(whitening, held):
     assert fig2.right(found).held is held
 
 
+def test_figure_2_gives_no_share_of_a_loss_that_failed():
+    found = [made_up(fig2.BATCH_NORM, 0.1, 0, 3.0), made_up(fig2.WHITENING, 0.1, 0, 2.9)]
+    held, text = fig2.right(found)
+    assert held is None and "batch norm 1 of 1 seeds failed at 0.1. Ours" in text
+
+
 @pytest.mark.parametrize(("at", "loss", "held"), [(2e-4, None, True), (2e-4, 0.5, None), (1e-2, None, False)])
 def test_canonical_scaling_must_fail_soon_to_fail_with_little_warning(at, loss, held):
     found = [made_up(fig2.SG, 0.1, 0, 0.9), made_up(fig2.CANONICAL, 1e-4, 0, 0.3), made_up(fig2.CANONICAL, at, 0, loss)]
@@ -544,9 +598,17 @@ def test_canonical_scaling_that_never_trains_failed_at_every_stepsize(rates):
     assert fig2.canonical(found[1:]).held is None
 
 
+def test_coupling_counts_the_seeds_that_failed():
+    pairs = ((coupling.RUNNING, (0.5, 0.6)), (coupling.OWN, (1.0, 9.0)))
+    found = [made_up(c, 0.1, seed, loss, batch_size=64) for c, losses in pairs for seed, loss in enumerate(losses)]
+    held, text = coupling.disrupted(found)
+    assert held is True and "batch 64: 1.000 (1 of 2 seeds failed) with its own, 0.550 ± 0.071 with" in text
+
+
 def test_scaling_claims_are_about_the_two_sets():
     def on(epochs, **losses):
-        return [made_up(getattr(scale, name), 0.1, 0, loss, epochs=epochs) for name, loss in losses.items()]
+        setting = {"epochs": epochs, "model_options": {"classes": 200}}
+        return [made_up(getattr(scale, name), 0.1, 0, loss, **setting) for name, loss in losses.items()]
 
     small, whole = on(40, SG=2.0, BATCH_NORM=1.5, WHITENING=1.0), on(4, SG=3.0, WHITENING=4.0)
     assert scale.few(small + whole).held is True and scale.many(small + whole).held is True
@@ -577,6 +639,13 @@ def test_l2_recovers_what_batch_norm_has():
     assert l2.recovered(l2_records((0.5, 0.6, 0.64))).held is False
 
 
+def test_l2_takes_no_run_that_ended_above_guessing():
+    found = l2_records((0.5, 0.6, 0.655))
+    failed = l2_run(l2.with_l2(l2.WHITENING, 0.1), 0, (0.5, 0.9))
+    failed["metrics"][-1]["train_loss"] = 2.5
+    assert l2.error_rate(failed) == 1.0 and "λ = 0.01," in l2.recovered([*found, failed]).text
+
+
 def test_l2_rates_are_compared_where_they_were_measured():
     assert l2.rates(l2_records((0.5, 0.65, 0.66))).held is True
     assert l2.rates(l2_records((0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.66))).held is False
@@ -603,6 +672,17 @@ def test_figure_3_is_judged_by_loss_and_by_seconds():
     assert fig3.per_epoch(all_of(1.04, 2.0)).held is True and fig3.per_second(all_of(1.04, 2.0)).held is False
     assert fig3.per_epoch(all_of(1.2, 0.5)).held is False and fig3.per_second(all_of(1.2, 0.5)).held is True
     assert fig3.per_epoch(all_of(1.0, 1.0)[:2]).held is None
+
+
+def test_figure_3_takes_no_run_that_ended_above_guessing():
+    def run(name, loss):
+        first = {"lr": 1.0, "model_options": {"classes": 200}}
+        rows = [{"epoch": 1, "seconds": 1.0, "swept_loss": loss}]
+        return {"config": {"name": name, "then": None, "first": first}, "metrics": rows}
+
+    names = (fig3.BATCH_NORM[0], *fig3.AFTERWARDS)
+    assert fig3.last_loss(run("", 5.2)) == 5.2 and fig3.last_loss(run("", 5.4)) == math.inf
+    assert fig3.per_epoch([run(name, 5.4) for name in names]).held is None
 
 
 def test_shock_claims_are_about_unguarded_whitening():

@@ -1,8 +1,10 @@
 """What is computed from records, against brute force."""
 
+import importlib.util
 import itertools
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,9 @@ from hypothesis import strategies as st
 from evenstep.lab import summary
 from made_up import record
 
+spec = importlib.util.spec_from_file_location("tables", Path(__file__).parents[1] / "scripts" / "tables.py")
+tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
 LOSSES = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=7)
 FINALS = st.one_of(st.none(), st.floats(0.1, 4.0))
 
@@ -207,6 +212,25 @@ def test_initial_loss_is_recorded_or_that_of_guessing(config, expected):
     assert summary.initial_loss([record("sg", 0.1, [1.0], **config)]) == expected
 
 
+def test_a_run_that_ended_above_its_first_loss_is_no_best_run():
+    failed = [record("sg", 0.1, [2.4, 2.5]), record("sg", 0.2, [3.0, 2.9]), record("sg", 0.4, [None])]
+    best = summary.best_runs([*failed, record("adam", 0.1, [5.0, 1.0])])
+    assert list(best) == ["adam"]
+    assert list(summary.best_runs([dict(run, initial_loss=2.7) for run in failed])) == ["sg"]
+
+
 def test_best_run_is_at_the_edge_whatever_the_seed():
     runs = [record("sg", 0.1, [1.0], 0), record("sg", 0.1, [0.9], 1), record("sg", 0.2, [2.0], 0)]
     assert summary.best_runs(runs)["sg"].at_edge
+
+
+def test_tables_of_the_docs_take_no_failed_run_for_a_result():
+    runs = [
+        record("sg", 0.1, [2.5]),
+        record("sg", 0.2, [2.4]),
+        record("adam", 0.1, [0.5]),
+        record("adam", 0.1, [0.7], 1),
+    ]
+    adam, sg = tables.rows(runs, every=False)
+    assert adam == ["adam", "defaults", "0.1", "2", "0.600 ± 0.141", "0.500 ± 0.000", "0.0 ± 0.0 %"]
+    assert sg[4] == "diverged" and len(tables.rows(runs, every=True)) == 3

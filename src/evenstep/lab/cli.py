@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Union, get_type_hints
 
 from evenstep.lab.commands import COMMANDS
 from evenstep.lab.usage import UsageError, any_terminal, known_name, of_file
@@ -25,7 +25,8 @@ REWORDED = {
     r"^Missing value for argument '(\S+)'\. Expected .*": r"\1 needs a value",
     r"^Missing from evenstep (.*?): (\S+) (.*) \(required\)$": r"\1 needs \2: \3",
 }
-DESCRIPTION = "Experiments with evenstep: optimizers in whitened coordinates. Without arguments: the demo."
+DEFAULT = "demo"
+DESCRIPTION = f"Experiments with evenstep: optimizers in whitened coordinates. Without arguments: the {DEFAULT}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     any_terminal()
     try:
-        code = run(given or ["demo"])
+        code = run(given or [DEFAULT])
     except UsageError as error:
         code = _fail(str(error), 2)
     except OSError as error:
@@ -60,8 +61,10 @@ def overview() -> int:
     """Print what commands there are."""
     import tyro
 
-    options = {name: _module(name).Options for name in COMMANDS}
-    return tyro.extras.subcommand_cli_from_dict(options, prog="evenstep", description=DESCRIPTION, args=["--help"])
+    named = tuple(Annotated[_module(name).Options, tyro.conf.subcommand(name)] for name in COMMANDS)
+    every: Any = Union[named]  # noqa: UP007
+    default = _module(DEFAULT).Options()
+    return tyro.cli(every, prog="evenstep", description=DESCRIPTION, args=["--help"], default=default)
 
 
 def parse(name: str, options: type[Any], arguments: list[str]) -> Any:

@@ -36,6 +36,12 @@ def digest(data: Arrays | Text) -> str:
     return _digests[data]
 
 
+def may_be_of(config: dict[str, Any], data: Arrays | Text) -> bool:
+    """Whether a configuration names these data, and has their digest or, as older ones, none."""
+    mine = described(data)
+    return config.get("data") == data.name and config.get(DIGEST) in (None, mine.get(DIGEST))
+
+
 def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> dict[str, records.Record]:
     """Records by their configuration; one of data of that name without a digest, as older ones are, counts as of these.
 
@@ -45,7 +51,7 @@ def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> d
     for record in runs:
         config = record["config"]
         if config.get("data") == data.name:
-            if config.get(DIGEST) not in (None, mine.get(DIGEST)):
+            if not may_be_of(config, data):
                 raise UsageError(
                     f"{path} holds runs on other data called {data.name} (digest {config[DIGEST]}, of these "
                     f"{mine.get(DIGEST)}); choose another --out, or give the data another name"

@@ -8,7 +8,7 @@ from evenstep.lab import drawing
 from evenstep.lab.labels import PREFERRED, model_label
 from evenstep.lab.methods import METHODS
 from evenstep.lab.records import Record
-from evenstep.lab.summary import best_runs, by_method
+from evenstep.lab.summary import best_runs, by_method, initial_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,8 @@ DASHES = {"sg": (0, (4, 1.5)), "fan-in": "solid", "batch-norm": (0, (4, 1.5)), "
 def plot(records: list[Record]) -> "Figure":
     """The paper's figure 2: training loss against epochs, SG and SG ÷ √(n·S) left, batch norm and whitening right.
 
-    A thick line is the method's best stepsize, thin lines are the others. Both panels have the same axes.
+    A thick line is the method's best stepsize, if it trained at one, thin lines are the others. Both panels have the
+    same axes.
     """
     figure, panels = drawing.panels(2, width=5.25, height=4.6, share=True)
     top, bottom = _loss_range(records)
@@ -41,9 +42,9 @@ def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 
 def _loss_range(records: list[Record]) -> tuple[float, float]:
-    """Largest and smallest loss to show; what lies above the loss of guessing (log 10) is of no interest."""
+    """Largest and smallest loss to show; what lies above the loss of guessing is of no interest."""
     losses = [row["train_loss"] for record in records for row in record["metrics"] if row["train_loss"]]
-    highest = min(max(losses, default=1.0), math.log(10))
+    highest = min(max(losses, default=1.0), initial_loss(records) or math.log(10))
     return 1.15 * highest, 0.85 * min([*losses, highest])
 
 
@@ -61,7 +62,7 @@ def _draw(axes: "Axes", records: list[Record]) -> None:
     ends: list[tuple[float, float, str, str, bool]] = []
     for name, runs in by_method(records).items():
         for record in runs:
-            is_best = record is best[name]
+            is_best = record is best.get(name)
             epochs, losses = _curve(record)
             style: dict[str, Any] = {"linewidth": 2.4} if is_best else {"linewidth": 0.9, "alpha": 0.55}
             axes.plot(epochs, losses, color=COLOURS[name], linestyle=DASHES[name], zorder=2 + is_best, **style)

@@ -103,12 +103,13 @@ def by_method(records: list[Record]) -> dict[str, list[Record]]:
 
 
 def best_runs(records: list[Record]) -> dict[str, Best]:
-    """The best run of each method."""
-    best = {}
+    """The best run of each method; one whose runs all diverged has none."""
+    best, l0 = {}, initial_loss(records)
     for name, runs in by_method(records).items():
-        winner = min(runs, key=final_loss)
+        winner = min(runs, key=lambda run: end(run, l0))
         edges = (runs[0]["config"]["lr"], runs[-1]["config"]["lr"])
-        best[name] = Best(winner, at_edge=winner["config"]["lr"] in edges)
+        if not diverged(winner, l0):
+            best[name] = Best(winner, at_edge=winner["config"]["lr"] in edges)
     return best
 
 

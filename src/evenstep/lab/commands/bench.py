@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from evenstep.lab import bench, records, usage
+from evenstep.lab.commands import shared
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Options:
     those that a network cannot have are left out."""
     device: str = "cpu"
     """Where to train: cpu, cuda, ..."""
-    batch: tuple[int, ...] = ()
+    batch: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint=shared.NONE)] = ()
     """Batch sizes; without any, each network's usual one."""
     rounds: int = 50
     """Steps of each contender that are timed."""

@@ -20,7 +20,10 @@ NAMES = f"{', '.join(experiments.EXPERIMENTS)}, or all."
 class Options:
     """Repeat the paper's experiments and say which of its claims held; what is finished is kept and not repeated."""
 
-    experiments: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="EXPERIMENT", help=NAMES)]
+    experiments: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="EXPERIMENT [EXPERIMENT ...]", help=NAMES, help_behavior_hint="(required)"),
+    ]
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A path to CIFAR-10, idx files or an image folder, or a folder of several; without it the shipped images serve."""
     data_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None

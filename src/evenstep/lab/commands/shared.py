@@ -18,6 +18,7 @@ from evenstep.lab.models import MODELS
 from evenstep.lab.trial import Trial
 
 CLASSES = 10  # what the networks have unless told otherwise
+NONE = "(default: none)"  # what the help says of options that take several values and may stay empty
 UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError, MemoryError)
 
 
@@ -34,13 +35,17 @@ class Setting:
     """Examples per step."""
     augment: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(metavar="WHAT", help=f"Change the images at random: any of {', '.join(AUGMENTATIONS)}."),
+        tyro.conf.arg(
+            metavar="WHAT",
+            help=f"Change the images at random: any of {', '.join(AUGMENTATIONS)}.",
+            help_behavior_hint=NONE,
+        ),
     ] = ()
     decay_lr: bool = False
     """Let the stepsize fall to zero in a straight line."""
-    options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint=NONE)] = ()
     """Keywords for the optimizer, such as momentum=0.9."""
-    model_options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    model_options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint=NONE)] = ()
     """Keywords for the network, such as width=2."""
     device: str = "cpu"
     """Where to train: cpu, cuda, mps, ..."""

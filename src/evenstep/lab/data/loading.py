@@ -51,7 +51,7 @@ def load(
     try:
         return readers[kinds[0]]()
     except (ValueError, OSError) as error:
-        raise UsageError(f"--data {path}: {error}") from error
+        raise UsageError(f"--data {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 def find(source: str | Path, kind: str) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from evenstep.lab import data, reading, records
+from evenstep.lab.identity import by_key, described, may_be_of
 from evenstep.lab.records import Record
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
@@ -125,33 +126,47 @@ def belongs(record: Record, name: str) -> bool:
 
 
 def stored(
-    out: Path, config: dict[str, Any], seed: int, make: Callable[[], list[dict[str, Any]]], device: torch.device | str
+    out: Path,
+    config: dict[str, Any],
+    seed: int,
+    make: Callable[[], list[dict[str, Any]]],
+    device: torch.device | str,
+    arrays: data.Arrays | None = None,
 ) -> Record:
-    """The record of `config` in the file; if it is not there, `make` gives its metrics and it is added."""
+    """The record of `config` on `arrays`, if it needs some, in the file.
+
+    If it is not there, `make` gives its metrics and it is added. Records on other data of the same name are a
+    UsageError.
+    """
     config = {**config, "seed": seed}
-    wanted = records.dumps(config)
-    for record in finished(out):
-        if records.dumps(record["config"]) == wanted:
-            return record
+    if arrays is None:
+        found = {records.dumps(r["config"]): r for r in finished(out)}
+    else:
+        config, found = {**config, **described(arrays)}, by_key(finished(out), arrays, out)
+    if (wanted := records.dumps(config)) in found:
+        return found[wanted]
     record = records.make(config, seed, make(), device)
     records.append(out, record)
     return record
 
 
-def borrow(out: Path, other: str, wanted: Callable[[list[Record]], list[Record]]) -> None:
-    """Copy to `out` those of the records of another experiment, in the same folder, that are `wanted` and not there."""
-    have = {records.dumps(r["config"]) for r in finished(out)}
-    for record in wanted(finished(out.with_name(f"{other}.jsonl"))):
-        if records.dumps(record["config"]) not in have:
+def borrow(out: Path, other: str, wanted: Callable[[list[Record]], list[Record]], arrays: data.Arrays) -> None:
+    """Copy to `out` what another experiment, in the same folder, ran on these data, that is `wanted` and not there."""
+    have = by_key(finished(out), arrays, out)
+    theirs = wanted([r for r in kept(other, out.parent) if may_be_of(r["config"], arrays)])
+    for key, record in by_key(theirs, arrays, out.with_name(f"{other}.jsonl")).items():
+        if key not in have:
             records.append(out, record)
 
 
 def only(out: Path, sets: Sequence[data.Arrays]) -> None:
-    """Refuse a file that holds records of other data: they would be taken for this experiment's."""
-    names = {arrays.name for arrays in sets}
-    other = {r["config"]["data"] for r in finished(out) if "data" in r["config"]} - names
+    """Refuse a file that holds records of other data, also of the same name: they would be taken for these."""
+    names, found = {arrays.name for arrays in sets}, finished(out)
+    other = {r["config"]["data"] for r in found if "data" in r["config"]} - names
     if other:
         raise UsageError(f"{out} holds records on {min(other)}, this run is on {min(names)}; choose another --out")
+    for arrays in sets:
+        by_key(found, arrays, out)
 
 
 def joined(claims: Sequence[Claim]) -> str:

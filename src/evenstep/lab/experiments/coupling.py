@@ -21,11 +21,20 @@ from evenstep.lab.experiments.common import (
     judged,
     only,
     silent,
-    spread,
     stored,
 )
 from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.experiments.tuning import Contender, Entrant, Plan, all_tuned, at_best, doubled, losses, rates_table
+from evenstep.lab.experiments.tuning import (
+    Contender,
+    Entrant,
+    Plan,
+    all_tuned,
+    at_best,
+    doubled,
+    losses,
+    outcome,
+    rates_table,
+)
 from evenstep.lab.records import Record
 
 if TYPE_CHECKING:
@@ -153,10 +162,10 @@ def disrupted(records: list[Record]) -> Verdict:
     told, held = [], []
     for batch in BATCHES:
         mine = trainings(records, batch)
-        running, own = losses(at_best(mine, RUNNING)), losses(at_best(mine, OWN))
+        running, own = at_best(mine, RUNNING), at_best(mine, OWN)
         if running and own:
-            told.append(f"batch {batch}: {spread(own)} with its own, {spread(running)} with earlier ones")
-            held.append(below([1.25 * loss for loss in running], own))
+            told.append(f"batch {batch}: {outcome(own)} with its own, {outcome(running)} with earlier ones")
+            held.append(below([1.25 * loss for loss in losses(running)], losses(own)))
     text = f"Training loss at the best stepsize, {'; '.join(told)}." if told else "Not run."
     return Verdict(None if not held else True if all(held) else False if False in held else None, text)
 

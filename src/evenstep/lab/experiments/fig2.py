@@ -1,5 +1,6 @@
 """Figure 2: the paper's CNN on CIFAR-10, every method at its best constant stepsize (§3.5, §4.2; §2.4 besides)."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,11 @@ def compared(records: list[Record], one: Contender, other: Contender) -> tuple[b
     return below(ours, theirs), share
 
 
+def portion(share: float) -> str:
+    """One loss as a share of another, in a few words; nothing where one of them is not finite."""
+    return f": {share:.0%} of its loss" if 0 < share < math.inf else ""
+
+
 def left(records: list[Record]) -> Verdict:
     """SG divided by √(n·S) against SG."""
     held = below(losses(at_best(records, FAN_IN)), losses(at_best(records, SG)))
@@ -92,7 +98,7 @@ def slightly(records: list[Record]) -> Verdict:
     lower, share = compared(records, BATCH_NORM, SG)
     held = None if lower and share <= 0.5 else lower
     more = " (more than slightly)" if held is None and lower else ""
-    return Verdict(held, f"{told(records, BATCH_NORM)}, {told(records, SG)}: {share:.0%} of its loss{more}.")
+    return Verdict(held, f"{told(records, BATCH_NORM)}, {told(records, SG)}{portion(share)}{more}.")
 
 
 def right(records: list[Record]) -> Verdict:
@@ -103,7 +109,7 @@ def right(records: list[Record]) -> Verdict:
     added = "; ".join(told(records, c) for c in OURS if c.mine(records))
     return Verdict(
         held,
-        f"{told(records, WHITENING)}, {told(records, BATCH_NORM)}: {share:.0%} of its loss{less}. Ours: {added}.",
+        f"{told(records, WHITENING)}, {told(records, BATCH_NORM)}{portion(share)}{less}. Ours: {added}.",
     )
 
 

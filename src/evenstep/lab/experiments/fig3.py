@@ -4,6 +4,7 @@ As in the paper's figure the training loss is measured after each epoch by a ful
 has the device to itself, so that its seconds mean something.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -35,6 +36,7 @@ from evenstep.lab.experiments.common import (
     stored,
 )
 from evenstep.lab.experiments.fig2 import UNGUARDED
+from evenstep.lab.experiments.tuning import guessing
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import MODELS
 from evenstep.lab.records import Record
@@ -128,11 +130,11 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 
     def one(name: str, first: Trial, then: Trial | None) -> None:
         progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
-        config: dict[str, Any] = {"experiment": "fig3", "name": name, "data": arrays.name, "first": asdict(first)}
+        config: dict[str, Any] = {"experiment": "fig3", "name": name, "first": asdict(first)}
         config["then"] = None if then is None else asdict(then)
         make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
         with failures_expected(), own_stream(device):
-            found.append(stored(out, config, options.seed, make, device))
+            found.append(stored(out, config, options.seed, make, device, arrays))
 
     for lr in rates:
         one(BATCH_NORM[0], Trial("batch-norm", lr, **base), None)
@@ -152,9 +154,9 @@ def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
 
 
 def last_loss(record: Record) -> float:
-    """Of the whole training set after the last epoch; infinite if not finite."""
-    loss = record["metrics"][-1]["swept_loss"]
-    return float("inf") if loss is None else loss
+    """Of the whole training set after the last epoch; infinite if not finite, or above guessing."""
+    loss, first = record["metrics"][-1]["swept_loss"], {"config": record["config"]["first"]}
+    return math.inf if loss is None or loss > guessing(first) else loss
 
 
 def best(records: list[Record], name: str) -> Record:
@@ -175,7 +177,8 @@ def per_epoch(records: list[Record]) -> Verdict:
         return Verdict(None, "Not all runs are there.")
     theirs, ours = last_loss(best(records, BATCH_NORM[0])), last_loss(best(records, next(iter(AFTERWARDS))))
     told = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
-    return Verdict(ours <= CLOSE * theirs, f"Loss of the whole training set after the last epoch: {told}.")
+    held = None if ours == theirs == math.inf else ours <= CLOSE * theirs
+    return Verdict(held, f"Loss of the whole training set after the last epoch: {told}.")
 
 
 def per_second(records: list[Record]) -> Verdict:

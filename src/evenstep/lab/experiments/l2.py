@@ -23,7 +23,17 @@ from evenstep.lab.experiments.common import (
     spread,
 )
 from evenstep.lab.experiments.fig2 import BATCH_NORM, GUARDED, WHITENING
-from evenstep.lab.experiments.tuning import Contender, Plan, at_best, beyond, in_stage, rates_table, strength, tuned
+from evenstep.lab.experiments.tuning import (
+    Contender,
+    Plan,
+    at_best,
+    beyond,
+    in_stage,
+    rates_table,
+    strength,
+    trained,
+    tuned,
+)
 from evenstep.lab.records import Record, dumps
 
 if TYPE_CHECKING:
@@ -50,9 +60,9 @@ def with_l2(contender: Contender, l2: float) -> Contender:
 
 
 def error_rate(record: Record) -> float:
-    """Of the last epoch; 1 where the run diverged."""
-    last = record["metrics"][-1]
-    return 1.0 if last["diverged"] or last.get("test_accuracy") is None else 1 - last["test_accuracy"]
+    """Of the last epoch; 1 where the run failed."""
+    accuracy = record["metrics"][-1].get("test_accuracy")
+    return 1.0 if accuracy is None or not trained(record) else 1 - accuracy
 
 
 def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
@@ -63,9 +73,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     arrays, plan = images(options, device), Plan(seeds=2, growth=0, thin=1) if options.quick else Plan()
     plain, settings = (BATCH_NORM, WHITENING, GUARDED), QUICK if options.quick else FULL
     only(out, [arrays])
-    borrow(
-        out, "fig2", lambda records: [r for c in plain for r in c.mine(records) if r["config"]["data"] == arrays.name]
-    )
+    borrow(out, "fig2", lambda records: [r for c in plain for r in c.mine(records)], arrays)
     found = tuned(plain, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
 
     def stage(entrants: list[tuple[Contender, float]], seeds: Iterable[int]) -> list[Record]:

@@ -212,12 +212,12 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
             progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
             state = functools.cache(partial(prepared, scene, name, seed))
             for kappa in kappas:
-                config = {"experiment": "shock", "name": name, "kappa": kappa, "network": network, "data": arrays.name}
+                config = {"experiment": "shock", "name": name, "kappa": kappa, "network": network}
                 config |= {"before": scene.before, "after": scene.after}
                 trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
                 make = partial(_metrics, scene, name, seed, kappa, state, trace)
                 with failures_expected():
-                    found.append(stored(out, config, seed, make, device))
+                    found.append(stored(out, config, seed, make, device, arrays))
     return found
 
 

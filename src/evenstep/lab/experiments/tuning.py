@@ -12,7 +12,7 @@ from evenstep.lab.data import Arrays
 from evenstep.lab.experiments.common import Progress, failures_expected, spread
 from evenstep.lab.feed import steps_per_epoch
 from evenstep.lab.records import Record, dumps
-from evenstep.lab.summary import diverged, final_loss, initial_loss
+from evenstep.lab.summary import diverged, end, initial_loss
 from evenstep.lab.sweep import key, known, sweep
 from evenstep.lab.trial import Trial, config
 
@@ -20,6 +20,16 @@ SMALL, LARGE = 0.0065, 0.003  # seconds of a GPU for a step: of all runs of a sm
 BEFORE = 15.0  # seconds until all of a stage's graphs are captured
 
 Score = Callable[[Record], float]
+
+
+def guessing(record: Record) -> float:
+    """The loss of a network that knows nothing but the number of classes: of ten, where none is told."""
+    return initial_loss([record]) or math.log(10)
+
+
+def final(record: Record) -> float:
+    """Training loss of the last epoch; infinite if the run diverged, or ended above guessing."""
+    return end(record, guessing(record))
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def tuned(
     device: torch.device | str,
     progress: Progress,
     seed: int = 0,
-    score: Score = final_loss,
+    score: Score = final,
     **settings: Any,
 ) -> list[Record]:
     """Records of every contender at every stepsize, then of its best stepsize on further seeds; as `all_tuned`."""
@@ -114,7 +124,7 @@ def all_tuned(
     device: torch.device | str,
     progress: Progress,
     seed: int = 0,
-    score: Score = final_loss,
+    score: Score = final,
 ) -> list[Record]:
     """Records of every entrant at every stepsize of its grid, then of its best stepsize on further seeds.
 
@@ -184,10 +194,10 @@ def seconds(trials: Sequence[Trial], arrays: Arrays, device: torch.device | str)
     return BEFORE + SMALL * longest + LARGE * sum(count for small, count in steps if not small)
 
 
-def beyond(records: Sequence[Record], score: Score = final_loss) -> float | None:
+def beyond(records: Sequence[Record], score: Score = final) -> float | None:
     """The stepsize to try next, beyond the end of the grid at which the best one lies; None if it lies inside.
 
-    Where all runs diverged a smaller stepsize is next.
+    Where all runs failed a smaller stepsize is next.
     """
     rates = sorted(r["config"]["lr"] for r in records)
     best = best_rate(records, score)
@@ -197,13 +207,13 @@ def beyond(records: Sequence[Record], score: Score = final_loss) -> float | None
     return float(f"{best / ratio if best == rates[0] else best * ratio:.3g}")
 
 
-def best_rate(records: Sequence[Record], score: Score = final_loss) -> float:
+def best_rate(records: Sequence[Record], score: Score = final) -> float:
     """The stepsize with the lowest score on the first seed; the smallest of equals."""
     first = min(r["seed"] for r in records)
     return min((score(r), r["config"]["lr"]) for r in records if r["seed"] == first)[1]
 
 
-def at_best(records: Sequence[Record], contender: Contender, score: Score = final_loss) -> list[Record]:
+def at_best(records: Sequence[Record], contender: Contender, score: Score = final) -> list[Record]:
     """The contender's runs at its best stepsize, all seeds; nothing if it has none."""
     mine = contender.mine(records)
     if not mine:
@@ -213,8 +223,8 @@ def at_best(records: Sequence[Record], contender: Contender, score: Score = fina
 
 
 def losses(records: Sequence[Record]) -> list[float]:
-    """Final training losses, infinite where a run diverged."""
-    return [final_loss(r) for r in records]
+    """Final training losses, infinite where a run failed."""
+    return [final(r) for r in records]
 
 
 def first_failure(records: Sequence[Record], contender: Contender) -> float | None:
@@ -244,9 +254,7 @@ def outcome(records: Sequence[Record]) -> str:
     return f"{spread(losses(fine))} ({failed})" if fine else failed
 
 
-def rates_table(
-    records: Sequence[Record], contenders: Sequence[Contender], score: Score = final_loss
-) -> list[list[str]]:
+def rates_table(records: Sequence[Record], contenders: Sequence[Contender], score: Score = final) -> list[list[str]]:
     """Header, and a row for each contender at its best stepsize, for the docs."""
     rows = [["method", "best stepsize", "seeds", "training loss", "test accuracy", "dead units", "fails from"]]
     for contender in contenders:
@@ -264,8 +272,3 @@ def rates_table(
                 "" if failure is None else f"{failure:g}",
             ])  # fmt: skip
     return rows
-
-
-def guessing(record: Record) -> float:
-    """The loss of a network that knows nothing but the number of classes: of ten, where none is told."""
-    return initial_loss([record]) or math.log(10)
