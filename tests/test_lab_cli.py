@@ -244,6 +244,16 @@ def test_help_says_what_is_required_and_what_has_a_default(capsys):
     assert needing == ["reproduce", "report", "doctor"]
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    command = [sys.executable, "-m", "evenstep", "--help"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_what_tyro_says_is_read_in_any_terminal(encoding):
     environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": encoding}

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import importlib
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -35,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     any_terminal()
     try:
         code = run(given or [DEFAULT])
+        sys.stdout.flush()
     except UsageError as error:
         code = _fail(str(error), 2)
+    except BrokenPipeError:  # who read what we print has enough of it; nothing is to be flushed there at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except OSError as error:
         code = _fail(of_file(error), 2)
     except ModuleNotFoundError as error:
