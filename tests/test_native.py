@@ -77,6 +77,8 @@ def test_another_processor_has_another_library(fresh, monkeypatch):
         ("CC", "no-such-compiler", "No such file"),
         ("CC", "false", "compiler failed"),
         ("CC", "true", "cannot|No such file"),  # a compiler that makes nothing
+        ("CC", 'cc "', "No closing quotation"),
+        ("CC", "cc -fvisibility=hidden", "undefined symbol|symbol not found"),  # a library that shows nothing
     ],
 )
 def test_without_it_torch_makes_the_step(fresh, monkeypatch, name, value, reason):
@@ -84,6 +86,12 @@ def test_without_it_torch_makes_the_step(fresh, monkeypatch, name, value, reason
     step_once("torch")
     found, why = native.loaded(torch.float32)
     assert found is None and re.search(reason, why)
+
+
+def test_an_empty_name_is_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENSTEP_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.kept_in() == tmp_path / "evenstep" / "native"
 
 
 def test_code_is_not_loaded_from_a_folder_that_others_write_to(fresh, monkeypatch, tmp_path_factory):
