@@ -264,7 +264,7 @@ def test_state_of_a_wrong_shape_is_named(name):
     assert torch.equal(model.weight, weight)
 
 
-@pytest.mark.parametrize("change", ["dtype", "order", "shared memory", "storage", "whole"])
+@pytest.mark.parametrize("change", ["dtype", "order", "shared memory", "storage", "storage of another dtype", "whole"])
 def test_state_that_is_moved_is_followed(change):
     def moved(tensor):
         if change == "dtype":
@@ -275,6 +275,8 @@ def test_state_that_is_moved_is_followed(change):
             return tensor.share_memory_()
         if change == "storage":
             tensor.data = tensor.data.clone()
+        if change == "storage of another dtype":
+            tensor.data = tensor.data.double()
         return tensor
 
     torch.manual_seed(3)
@@ -288,7 +290,7 @@ def test_state_that_is_moved_is_followed(change):
         for p in other.parameters():
             state = optimizers[1].state.get(p, {})
             for name in [*state]:
-                state[name] = moved(state[name]) if name != "step" or change != "dtype" else state[name]
+                state[name] = moved(state[name]) if name != "step" or "dtype" not in change else state[name]
             if change == "whole" and state:
                 optimizers[1].state[p] = {name: value.clone() for name, value in state.items()}
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
