@@ -201,6 +201,14 @@ def test_what_c_cannot_read_torch_adds_up(make):
     assert_close(stage.slots, plain.slots)
 
 
+def test_zeros_that_lie_nowhere():
+    """torch keeps some tensors of zeros without any memory."""
+    stage = Stage(5, 0, torch.zeros(1))
+    stage.see(Look(torch.ones(2, 5), -1, 2, 2))
+    stage.see(Look(torch._efficientzerotensor((3, 5)), -1, 3, 3))
+    assert stage.rows == 5 and stage.sums().first.tolist() == [-3.0] * 5
+
+
 def test_calls_of_several_kinds_add_up():
     """The same layer in single precision and in half: what C has added up and what torch holds come together."""
     torch.manual_seed(0)
@@ -312,6 +320,105 @@ def test_a_weight_that_loses_rows_is_not_written_beyond():
     with pytest.raises(RuntimeError):
         optimizer.step()
     assert torch.equal(whole[3:], behind)
+
+
+@pytest.mark.parametrize(
+    ("layer", "change", "x"),
+    [
+        (nn.Linear(4, 3), lambda m: setattr(m.weight, "data", torch.randn(3, 80)), torch.randn(5, 80)),
+        (nn.Linear(80, 3), lambda m: setattr(m.weight, "data", torch.randn(3, 4)), torch.randn(5, 4)),
+        (nn.Conv2d(4, 4, 1), lambda m: setattr(m, "groups", 4), torch.randn(5, 16, 2, 2)),
+    ],
+    ids=["wider", "narrower", "more groups"],
+)
+def test_a_layer_with_other_inputs_than_before_is_not_added_up(layer, change, x):
+    """There is room for the inputs that it had when the model was attached."""
+    layer = copy.deepcopy(layer)
+    optimizer = evenstep.EvenStep(layer)
+    old = torch.randn(5, layer.weight.shape[1], *[2] * (layer.weight.dim() - 2))
+    layer(old).sum().backward()
+    optimizer.step()
+    change(layer)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*saw no input")
+def test_a_weight_with_other_inputs_than_before_does_not_move():
+    layer = nn.Linear(4, 3)
+    optimizer = evenstep.WhitenedSGD(layer)
+    layer(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    layer.weight.data, layer.weight.grad = torch.zeros(3, 80), torch.ones(3, 80)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        optimizer.step()
+    assert not layer.weight.any()
+
+
+def test_a_bias_that_all_units_share_is_not_read_beyond():
+    """`nn.Linear` takes a bias of one number; blocks that move together have one for each unit."""
+    model = nn.Linear(4, 3)
+    model.bias = nn.Parameter(torch.zeros(1))
+    optimizer = evenstep.EvenStep(model)
+    model(torch.randn(5, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape '\[1\]' is invalid"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["shared", "gaps", "another", "none"])
+def test_a_frozen_bias_that_changes_is_followed(by, change):
+    """It is part of its units' length, and may lie elsewhere at the next step, or have another shape."""
+    torch.manual_seed(0)
+    together, loop = (nn.Linear(4, 64).double() for _ in range(2))
+    loop.load_state_dict(together.state_dict())
+    x, bias = torch.randn(5, 4).double(), 10 * torch.randn(128).double()
+    for model, foreach in ((together, None), (loop, False)):
+        model.bias.requires_grad_(False)
+        optimizer = evenstep.EvenStep(model, lr=0.5, foreach=foreach)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if step == 1 and change in ("another", "none"):
+                model.bias = nn.Parameter(bias[:64], requires_grad=False) if change == "another" else None
+            elif step == 1:
+                model.bias.data = bias[:1] if change == "shared" else bias[::2]
+    assert_close(together.weight, loop.weight, rtol=1e-9, atol=1e-12)
+
+
+def test_a_weight_that_is_negated_when_read():
+    expected, found = nn.Linear(1, 1), nn.Linear(1, 1)
+    found.load_state_dict(expected.state_dict())
+    found.weight = nn.Parameter(torch.complex(expected.weight, -expected.weight).detach().conj().imag)
+    x = torch.randn(7, 1)
+    assert found.weight.is_neg() and torch.equal(found.weight, expected.weight)
+    for model in (expected, found):
+        optimizer = evenstep.EvenStep(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert_close(found.weight, expected.weight)
+
+
+def test_gradients_that_another_thread_drops_are_still_there():
+    """As torch's operations hold what they were given."""
+    torch.manual_seed(0)
+    expected, found = nn.Linear(40, 30), nn.Linear(40, 30)
+    found.load_state_dict(expected.state_dict())
+    x = torch.randn(7, 40)
+    for model in (expected, found):
+        optimizer = evenstep.WhitenedSGD(model)
+        model(x).square().sum().backward()
+        (layout,) = optimizer._planned(compiled=False).layouts
+        move = native_step.NativeStep(layout, optimizer.state, linear=True, even=False)
+        if model is found:
+            optimizer.zero_grad()
+            others = [torch.full_like(p, 100.0) for p in model.parameters()]  # they may lie where gradients did
+        assert move.finite()
+        move.move(None, 1e-3)
+    assert_close(found.weight, expected.weight)
+    assert len(others) == 2
 
 
 def test_a_bias_with_gaps_in_memory():

@@ -37,8 +37,8 @@ class Plan(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all layers still have their weights."""
-        return all(map(contains, self.homes, self.names))
+        """Whether all layers still have their weights, and biases that do not train."""
+        return all(map(contains, self.homes, self.names)) and all(layout.whole for layout in self.layouts)
 
     def part(self, state: Any, layouts: list[Layout]) -> None:
         """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""

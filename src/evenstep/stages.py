@@ -290,7 +290,9 @@ class Stage:
 
     def _add_up(self, x: Tensor, known: Glance) -> bool:
         """Add up a call on the CPU by C; False if it cannot: what is large is faster on several threads."""
-        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype or x.is_neg():
+        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype:
+            return False
+        if known.table[0] != self.inputs or x.is_neg() or x._is_zerotensor():  # a layer may have changed
             return False
         held = self.held = self.held or Held()
         if held.newest is not None or not (held.before is None or held.before is self.in_room):
