@@ -401,6 +401,37 @@ def test_a_weight_that_is_negated_when_read():
     assert_close(found.weight, expected.weight)
 
 
+@pytest.mark.parametrize("what", ["gradient", "state", "weight", "frozen bias"])
+def test_tensors_without_memory_of_their_own(what):
+    """Of a subclass that holds its numbers in other tensors there is nothing that C could read."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    torch.manual_seed(0)
+    expected, found = nn.Linear(4, 3), nn.Linear(4, 3)
+    found.load_state_dict(expected.state_dict())
+    x = torch.randn(7, 4)
+
+    def both(tensor):
+        return two(tensor.detach().clone(), tensor.detach().clone())
+
+    for model, foreach in ((expected, False), (found, None)):
+        model.bias.requires_grad_(what != "frozen bias")
+        optimizer = evenstep.EvenStep(model, foreach=foreach)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1 and what == "weight":
+                torch.utils.swap_tensors(model.weight, nn.Parameter(both(model.weight)))
+            if step == 1 and what == "frozen bias":
+                model.bias = nn.Parameter(both(model.bias), requires_grad=False)
+            model(x).square().sum().backward()
+            if model is found and what == "gradient":
+                model.weight.grad = both(model.weight.grad)
+            if model is found and step == 1 and what == "state":
+                optimizer.state[model.weight]["mx"] = both(optimizer.state[model.weight]["mx"])
+            optimizer.step()
+    pair = (model.weight.a if what == "weight" else model.weight for model in (found, expected))
+    assert_close(*pair)
+
+
 def test_gradients_that_another_thread_drops_are_still_there():
     """As torch's operations hold what they were given."""
     torch.manual_seed(0)

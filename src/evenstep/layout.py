@@ -22,11 +22,11 @@ def fits(block: Block, stage: Stage | None) -> bool:
         return False
     if block.alone or block.treatment == "canonical" or (stage is not None and stage.stuffed):
         return False
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in block.parameters) or not weight.numel():
+    biases = [*block.biases, *frozen_bias(block)]
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (weight, *biases)) or not weight.numel():
         return False
     if stage is not None and block.treatment == "whitened" and stage.inputs != inputs_of(block):
         return False
-    biases = [*block.biases, *frozen_bias(block)]
     if weight.device.type != "cpu" and weight.numel() // block.units > LONG and block.units < FEW:
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, block.units) for b in biases)
@@ -89,7 +89,7 @@ def inputs_of(block: Block) -> int:
 
 def as_they_lie(tensors: Sequence[Tensor]) -> list[Any]:
     """Which tensors these are, and how they lie in memory."""
-    return [(id(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
+    return [(id(t), type(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
 
 
 def inner(block: Block) -> int | None:

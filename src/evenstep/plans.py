@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import Block
-from .layout import Layout
+from .layout import Layout, as_they_lie
 from .motion import gradient, parted
 
 
@@ -70,7 +70,7 @@ def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
                 group.get("momentum"),
                 group["maximize"],
                 group["capturable"],
-                [(id(p), p.device, p.dtype, p.shape, p.stride()) for p in group["params"] if p.grad is not None],
+                as_they_lie([p for p in group["params"] if p.grad is not None]),
             )
             for group in groups
         ),

@@ -66,9 +66,9 @@ class Kept:
                     )
                 dtype = torch.float32 if name == "step" else self.dtype
                 stride = p.stride() if name == "momentum_buffer" else (1,) * len(shape)
-                if (value.dtype, value.device, value.stride()) != (dtype, p.device, stride):
-                    like = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
-                    state[p][name] = like.copy_(value)
+                if (type(value), value.dtype, value.device, value.stride()) != (Tensor, dtype, p.device, stride):
+                    like = state[p][name] = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
+                    like.copy_(value)
         self.tensors = [tensor for p, _, look in self.parts for tensor in look(state[p])]
         self.aliases = [tensor.detach() for tensor in self.tensors]
         self.ids = [*map(id, self.tensors)]
