@@ -88,6 +88,18 @@ def test_without_it_torch_makes_the_step(fresh, monkeypatch, name, value, reason
     assert found is None and re.search(reason, why)
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_compiler_that_knows_no_nan_is_told_of_it(fresh, monkeypatch):
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    step_once("c")
+    model = nn.Linear(8, 6)
+    optimizer = evenstep.EvenStep(model)
+    model(torch.randn(5, 8)).sum().backward()
+    model.weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert optimizer.nonfinite_steps == 1 and model.weight.isfinite().all()
+
+
 def test_an_empty_name_is_no_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("EVENSTEP_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -30,7 +30,7 @@ TYPES = {torch.float32: ("float", "FLT_MIN"), torch.float64: ("double", "DBL_MIN
 VECTORS = {"AVX2": "-mavx2 -mfma", "AVX512": "-mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl"}
 MOST = 2**18  # numbers of a call beyond which torch's operations, on several threads, are faster
 PARTS = 64  # threads at most
-FLAGS = "-std=c11 -O3 -fPIC -shared -fopenmp-simd -fno-math-errno -fno-trapping-math"
+FLAGS = "-std=c11 -O3 -fPIC -shared -fopenmp-simd -fno-fast-math -fno-math-errno -fno-trapping-math"
 
 
 class Job(ctypes.Structure):
