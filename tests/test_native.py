@@ -77,6 +77,8 @@ def test_another_processor_has_another_library(fresh, monkeypatch):
         ("CC", "no-such-compiler", "No such file"),
         ("CC", "false", "compiler failed"),
         ("CC", "true", "cannot|No such file"),  # a compiler that makes nothing
+        ("CC", 'cc "', "No closing quotation"),
+        ("CC", "cc -fvisibility=hidden", "undefined symbol|symbol not found"),  # a library that shows nothing
     ],
 )
 def test_without_it_torch_makes_the_step(fresh, monkeypatch, name, value, reason):
@@ -84,6 +86,24 @@ def test_without_it_torch_makes_the_step(fresh, monkeypatch, name, value, reason
     step_once("torch")
     found, why = native.loaded(torch.float32)
     assert found is None and re.search(reason, why)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_compiler_that_knows_no_nan_is_told_of_it(fresh, monkeypatch):
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    step_once("c")
+    model = nn.Linear(8, 6)
+    optimizer = evenstep.EvenStep(model)
+    model(torch.randn(5, 8)).sum().backward()
+    model.weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert optimizer.nonfinite_steps == 1 and model.weight.isfinite().all()
+
+
+def test_an_empty_name_is_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENSTEP_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.kept_in() == tmp_path / "evenstep" / "native"
 
 
 def test_code_is_not_loaded_from_a_folder_that_others_write_to(fresh, monkeypatch, tmp_path_factory):
@@ -194,6 +214,14 @@ def test_what_c_cannot_read_torch_adds_up(make):
     assert_close(stage.slots, plain.slots)
 
 
+def test_zeros_that_lie_nowhere():
+    """torch keeps some tensors of zeros without any memory."""
+    stage = Stage(5, 0, torch.zeros(1))
+    stage.see(Look(torch.ones(2, 5), -1, 2, 2))
+    stage.see(Look(torch._efficientzerotensor((3, 5)), -1, 3, 3))
+    assert stage.rows == 5 and stage.sums().first.tolist() == [-3.0] * 5
+
+
 def test_calls_of_several_kinds_add_up():
     """The same layer in single precision and in half: what C has added up and what torch holds come together."""
     torch.manual_seed(0)
@@ -257,7 +285,7 @@ def test_state_of_a_wrong_shape_is_named(name):
     assert torch.equal(model.weight, weight)
 
 
-@pytest.mark.parametrize("change", ["dtype", "order", "shared memory", "storage", "whole"])
+@pytest.mark.parametrize("change", ["dtype", "order", "shared memory", "storage", "storage of another dtype", "whole"])
 def test_state_that_is_moved_is_followed(change):
     def moved(tensor):
         if change == "dtype":
@@ -268,6 +296,8 @@ def test_state_that_is_moved_is_followed(change):
             return tensor.share_memory_()
         if change == "storage":
             tensor.data = tensor.data.clone()
+        if change == "storage of another dtype":
+            tensor.data = tensor.data.double()
         return tensor
 
     torch.manual_seed(3)
@@ -281,7 +311,7 @@ def test_state_that_is_moved_is_followed(change):
         for p in other.parameters():
             state = optimizers[1].state.get(p, {})
             for name in [*state]:
-                state[name] = moved(state[name]) if name != "step" or change != "dtype" else state[name]
+                state[name] = moved(state[name]) if name != "step" or "dtype" not in change else state[name]
             if change == "whole" and state:
                 optimizers[1].state[p] = {name: value.clone() for name, value in state.items()}
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
@@ -303,6 +333,136 @@ def test_a_weight_that_loses_rows_is_not_written_beyond():
     with pytest.raises(RuntimeError):
         optimizer.step()
     assert torch.equal(whole[3:], behind)
+
+
+@pytest.mark.parametrize(
+    ("layer", "change", "x"),
+    [
+        (nn.Linear(4, 3), lambda m: setattr(m.weight, "data", torch.randn(3, 80)), torch.randn(5, 80)),
+        (nn.Linear(80, 3), lambda m: setattr(m.weight, "data", torch.randn(3, 4)), torch.randn(5, 4)),
+        (nn.Conv2d(4, 4, 1), lambda m: setattr(m, "groups", 4), torch.randn(5, 16, 2, 2)),
+    ],
+    ids=["wider", "narrower", "more groups"],
+)
+def test_a_layer_with_other_inputs_than_before_is_not_added_up(layer, change, x):
+    """There is room for the inputs that it had when the model was attached."""
+    layer = copy.deepcopy(layer)
+    optimizer = evenstep.EvenStep(layer)
+    old = torch.randn(5, layer.weight.shape[1], *[2] * (layer.weight.dim() - 2))
+    layer(old).sum().backward()
+    optimizer.step()
+    change(layer)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*saw no input")
+def test_a_weight_with_other_inputs_than_before_does_not_move():
+    layer = nn.Linear(4, 3)
+    optimizer = evenstep.WhitenedSGD(layer)
+    layer(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    layer.weight.data, layer.weight.grad = torch.zeros(3, 80), torch.ones(3, 80)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        optimizer.step()
+    assert not layer.weight.any()
+
+
+def test_a_bias_that_all_units_share_is_not_read_beyond():
+    """`nn.Linear` takes a bias of one number; blocks that move together have one for each unit."""
+    model = nn.Linear(4, 3)
+    model.bias = nn.Parameter(torch.zeros(1))
+    optimizer = evenstep.EvenStep(model)
+    model(torch.randn(5, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape '\[1\]' is invalid"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["shared", "gaps", "another", "none"])
+def test_a_frozen_bias_that_changes_is_followed(by, change):
+    """It is part of its units' length, and may lie elsewhere at the next step, or have another shape."""
+    torch.manual_seed(0)
+    together, loop = (nn.Linear(4, 64).double() for _ in range(2))
+    loop.load_state_dict(together.state_dict())
+    x, bias = torch.randn(5, 4).double(), 10 * torch.randn(128).double()
+    for model, foreach in ((together, None), (loop, False)):
+        model.bias.requires_grad_(False)
+        optimizer = evenstep.EvenStep(model, lr=0.5, foreach=foreach)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if step == 1 and change in ("another", "none"):
+                model.bias = nn.Parameter(bias[:64], requires_grad=False) if change == "another" else None
+            elif step == 1:
+                model.bias.data = bias[:1] if change == "shared" else bias[::2]
+    assert_close(together.weight, loop.weight, rtol=1e-9, atol=1e-12)
+
+
+def test_a_weight_that_is_negated_when_read():
+    expected, found = nn.Linear(1, 1), nn.Linear(1, 1)
+    found.load_state_dict(expected.state_dict())
+    found.weight = nn.Parameter(torch.complex(expected.weight, -expected.weight).detach().conj().imag)
+    x = torch.randn(7, 1)
+    assert found.weight.is_neg() and torch.equal(found.weight, expected.weight)
+    for model in (expected, found):
+        optimizer = evenstep.EvenStep(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert_close(found.weight, expected.weight)
+
+
+@pytest.mark.parametrize("what", ["gradient", "state", "weight", "frozen bias"])
+def test_tensors_without_memory_of_their_own(what):
+    """Of a subclass that holds its numbers in other tensors there is nothing that C could read."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    torch.manual_seed(0)
+    expected, found = nn.Linear(4, 3), nn.Linear(4, 3)
+    found.load_state_dict(expected.state_dict())
+    x = torch.randn(7, 4)
+
+    def both(tensor):
+        return two(tensor.detach().clone(), tensor.detach().clone())
+
+    for model, foreach in ((expected, False), (found, None)):
+        model.bias.requires_grad_(what != "frozen bias")
+        optimizer = evenstep.EvenStep(model, foreach=foreach)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1 and what == "weight":
+                torch.utils.swap_tensors(model.weight, nn.Parameter(both(model.weight)))
+            if step == 1 and what == "frozen bias":
+                model.bias = nn.Parameter(both(model.bias), requires_grad=False)
+            model(x).square().sum().backward()
+            if model is found and what == "gradient":
+                model.weight.grad = both(model.weight.grad)
+            if model is found and step == 1 and what == "state":
+                optimizer.state[model.weight]["mx"] = both(optimizer.state[model.weight]["mx"])
+            optimizer.step()
+    pair = (model.weight.a if what == "weight" else model.weight for model in (found, expected))
+    assert_close(*pair)
+
+
+def test_gradients_that_another_thread_drops_are_still_there():
+    """As torch's operations hold what they were given."""
+    torch.manual_seed(0)
+    expected, found = nn.Linear(40, 30), nn.Linear(40, 30)
+    found.load_state_dict(expected.state_dict())
+    x = torch.randn(7, 40)
+    for model in (expected, found):
+        optimizer = evenstep.WhitenedSGD(model)
+        model(x).square().sum().backward()
+        (layout,) = optimizer._planned(compiled=False).layouts
+        move = native_step.NativeStep(layout, optimizer.state, linear=True, even=False)
+        if model is found:
+            optimizer.zero_grad()
+            others = [torch.full_like(p, 100.0) for p in model.parameters()]  # they may lie where gradients did
+        assert move.finite()
+        move.move(None, 1e-3)
+    assert_close(found.weight, expected.weight)
+    assert len(others) == 2
 
 
 def test_a_bias_with_gaps_in_memory():

@@ -23,13 +23,16 @@ def fits(block: Block, stage: Stage | None) -> bool:
         return False
     if block.alone or block.treatment == "canonical" or (stage is not None and stage.stuffed):
         return False
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in block.parameters) or not weight.numel():
-        return False
     biases = [*block.biases, *frozen_bias(block)]
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (weight, *biases)) or not weight.numel():
+        return False
+    if stage is not None and block.treatment == "whitened" and stage.inputs != inputs_of(block):
+        return False
     if weight.device.type != "cpu" and weight.numel() // block.units > LONG and block.units < FEW:
         return False
-    alike = all(b.dtype == weight.dtype and b.is_contiguous() for b in biases)
-    return len(biases) < 2 and alike and inner(block) is not None
+    alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, block.units) for b in biases)
+    lying = all(t.is_contiguous() for t in biases) and not any(t.is_neg() for t in (weight, *biases))
+    return len(biases) < 2 and alike and lying and inner(block) is not None
 
 
 LONG, FEW = 16384, 264  # columns of a row that one program of the kernels would be long with, unless there are many
@@ -79,6 +82,17 @@ def frozen_bias(block: Block) -> list[Tensor]:
     return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
 
 
+def inputs_of(block: Block) -> int:
+    """How many inputs the layer has by its weight: it may have got another one since it is watched."""
+    groups, _, inputs, _ = block.matrix(block.weight).shape
+    return groups * inputs
+
+
+def as_they_lie(tensors: Sequence[Tensor]) -> list[Any]:
+    """Which tensors these are, and how they lie in memory."""
+    return [(id(t), type(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
+
+
 def inner(block: Block) -> int | None:
     """How the weight lies in memory: the distance between two inputs of a row; None if units are not rows."""
     m = block.matrix(block.weight)
@@ -121,6 +135,8 @@ class Layout:
         self.biased = [k for k, b in enumerate(blocks) if b.biases]
         self.unbiased = [k for k in self.moving if not blocks[k].biases]
         self.levels = [next(iter(b.biases or frozen_bias(b)), None) for b in blocks]
+        frozen = [(b, frozen_bias(b)) for b in blocks if b.entry is not None]
+        self.resting = [(b, as_they_lie(biases)) for b, biases in frozen if biases]
         # an input that no layer has ends the list: it stands for all inputs of blocks without moments
         self.input_sizes = [self.shapes[k][0] * self.shapes[k][2] for k in self.moving]
         self.identity = sum(self.input_sizes)
@@ -145,6 +161,11 @@ class Layout:
         if self.device.type == "cuda":
             return "triton"
         return "c" if self.device.type == "cpu" and native_step.serves(self) else "torch"
+
+    @property
+    def whole(self) -> bool:
+        """Whether layers have the biases that do not train with them, as they were."""
+        return all(as_they_lie(frozen_bias(block)) == then for block, then in self.resting)
 
     def settings(self) -> list[Any]:
         """All settings of the groups but lr, to see whether they have changed."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks import Block
-from .layout import Layout
+from .layout import Layout, as_they_lie
 from .motion import gradient, parted
 
 
@@ -37,8 +37,8 @@ class Plan(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all layers still have their weights."""
-        return all(map(contains, self.homes, self.names))
+        """Whether all layers still have their weights, and biases that do not train."""
+        return all(map(contains, self.homes, self.names)) and all(layout.whole for layout in self.layouts)
 
     def part(self, state: Any, layouts: list[Layout]) -> None:
         """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""
@@ -70,7 +70,7 @@ def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
                 group.get("momentum"),
                 group["maximize"],
                 group["capturable"],
-                [(id(p), p.device, p.dtype, p.shape, p.stride()) for p in group["params"] if p.grad is not None],
+                as_they_lie([p for p in group["params"] if p.grad is not None]),
             )
             for group in groups
         ),

@@ -290,7 +290,10 @@ class Stage:
 
     def _add_up(self, x: Tensor, known: Glance) -> bool:
         """Add up a call on the CPU by C; False if it cannot: what is large is faster on several threads."""
-        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype or x.is_neg():
+        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype:
+            return False
+        address = x.data_ptr()
+        if not address or x.is_neg() or known.table[0] != self.inputs:  # a layer may have other inputs than it had
             return False
         held = self.held = self.held or Held()
         if held.newest is not None or not (held.before is None or held.before is self.in_room):
@@ -298,7 +301,7 @@ class Stage:
         if not self.centred:
             assert known.rows is not None
             self._centre_on(known.rows.of(x.detach()), known.look.dim)
-        self.add_here(x.data_ptr(), known.table, self.centre.data_ptr(), *self.room_at, held.before is not None)
+        self.add_here(address, known.table, self.centre.data_ptr(), *self.room_at, held.before is not None)
         held.before = self.in_room
         self._count(held, known)
         return True

@@ -30,7 +30,7 @@ TYPES = {torch.float32: ("float", "FLT_MIN"), torch.float64: ("double", "DBL_MIN
 VECTORS = {"AVX2": "-mavx2 -mfma", "AVX512": "-mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl"}
 MOST = 2**18  # numbers of a call beyond which torch's operations, on several threads, are faster
 PARTS = 64  # threads at most
-FLAGS = "-std=c11 -O3 -fPIC -shared -fopenmp-simd -fno-math-errno -fno-trapping-math"
+FLAGS = "-std=c11 -O3 -fPIC -shared -fopenmp-simd -fno-fast-math -fno-math-errno -fno-trapping-math"
 
 
 class Job(ctypes.Structure):
@@ -60,14 +60,14 @@ def loaded(dtype: torch.dtype) -> tuple[Any, str]:
         return None, "EVENSTEP_NATIVE is 0"
     try:
         found = ctypes.CDLL(str(built(command(dtype))))
+        found.look.restype = found.join.restype = ctypes.c_int64
+        found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
+        found.add_moments.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
+        found.act.restype = found.add_moments.restype = None
     except subprocess.CalledProcessError as error:
         return None, f"the C compiler failed: {error.stderr.decode(errors='replace').strip()[-500:]}"
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:  # CC may be anything
         return None, f"it could not be built: {error}"
-    found.look.restype = found.join.restype = ctypes.c_int64
-    found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
-    found.add_moments.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
-    found.act.restype = found.add_moments.restype = None
     return found, ""
 
 
@@ -107,7 +107,7 @@ def built(command: list[str]) -> Path:
 
 def home() -> Path:
     """Where things are kept between runs: EVENSTEP_CACHE, else evenstep/ in the user's cache folder."""
-    if "EVENSTEP_CACHE" in os.environ:
+    if os.environ.get("EVENSTEP_CACHE"):
         return Path(os.environ["EVENSTEP_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenstep"
 

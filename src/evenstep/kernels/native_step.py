@@ -32,6 +32,7 @@ class Kept:
         self.known: list[int] = []  # the ids of states, to see whether one was put in the place of another
         self.mine: list[tuple[Any, Any]] = []
         self.tensors: list[Tensor] = []
+        self.aliases: list[Tensor] = []  # no other tensor comes to lie where these do, whatever becomes of the state
         self.ids: list[int] = []
         self.last: list[int] = []
 
@@ -43,20 +44,17 @@ class Kept:
             self.places += [places[name] for name in names]
 
     def write(self, state: Any) -> None:
-        """Write the addresses; tensors that somebody has put in the place of others are looked at first."""
+        """Write the addresses; tensors that are others than before, or elsewhere, are looked at first."""
         known = [*map(id, state.values())]
         if known != self.known:
             self.mine, self.known = [(look, state[p]) for p, _, look in self.parts], known
         found = [tensor for look, mine in self.mine for tensor in look(mine)]
-        if [*map(id, found)] != self.ids:
-            found = self._take(state)
-        now = [tensor.data_ptr() for tensor in found]
-        if now != self.last:
-            for place, address in zip(self.places, now, strict=True):
+        if [*map(id, found)] != self.ids or [tensor.data_ptr() for tensor in found] != self.last:
+            self._take(state)
+            for place, address in zip(self.places, self.last, strict=True):
                 self.table[place] = address
-            self.last = now
 
-    def _take(self, state: Any) -> list[Tensor]:
+    def _take(self, state: Any) -> None:
         """Look at all tensors: C takes what it is given."""
         for p, shapes, _ in self.parts:
             for name, shape in shapes.items():
@@ -69,12 +67,13 @@ class Kept:
                     )
                 dtype = torch.float32 if name == "step" else self.dtype
                 stride = p.stride() if name == "momentum_buffer" else (1,) * len(shape)
-                if (value.dtype, value.device, value.stride()) != (dtype, p.device, stride):
-                    like = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
-                    state[p][name] = like.copy_(value)
+                if (type(value), value.dtype, value.device, value.stride()) != (Tensor, dtype, p.device, stride):
+                    like = state[p][name] = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
+                    like.copy_(value)
         self.tensors = [tensor for p, _, look in self.parts for tensor in look(state[p])]
+        self.aliases = [tensor.detach() for tensor in self.tensors]
         self.ids = [*map(id, self.tensors)]
-        return self.tensors
+        self.last = [tensor.data_ptr() for tensor in self.tensors]
 
 
 class Room:
@@ -155,7 +154,7 @@ class NativeStep:
             layout.native_room = Room(layout, state, linear=linear, even=even)
         room = self.room = layout.native_room
         self.counts_steps = room.counts_steps
-        self.kept: list[Tensor] = []  # gradients in the weight's own layout, alive until the step is made
+        self.kept: list[Tensor] = []  # gradients, alive until the step is made, whatever other threads do
         room.settle()
         room.kept.write(state)
         self._look_at_blocks()
@@ -176,8 +175,7 @@ class NativeStep:
     def _both(self, p: Tensor) -> tuple[int, int]:
         """The addresses of a parameter and its gradient."""
         grad = tables.gradient_like(p)
-        if grad is not p.grad:
-            self.kept.append(grad)
+        self.kept.append(grad)
         return p.data_ptr(), grad.data_ptr()
 
     def _look_at_stages(self) -> None:

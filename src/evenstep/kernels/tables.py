@@ -93,6 +93,8 @@ def gradient_like(p: Tensor) -> Tensor:
     grad = p.grad
     assert grad is not None
     plain = grad.dtype == p.dtype and grad.stride() == p.stride() and grad.shape == p.shape
-    if not plain or grad.is_neg() or grad._is_zerotensor():
-        grad = torch.empty_like(p).copy_(grad)
-    return grad
+    if plain and type(grad) is Tensor and not (grad.is_neg() or grad._is_zerotensor()):
+        return grad
+    found = torch.empty_like(p)
+    found.copy_(grad)  # of a subclass, it may give one of that subclass, which has no memory of its own
+    return found
