@@ -56,6 +56,11 @@ def test_it_is_built_once(fresh, monkeypatch):
     assert [*fresh.glob("native/*")] == [made]
 
 
+def test_a_damaged_one_is_built_anew(fresh):
+    native.built(native.command(torch.float32)).write_bytes(b"")
+    step_once("c")
+
+
 def test_it_is_built_whole_by_whoever_comes_first(fresh):
     command = native.command(torch.float32)
     with ThreadPoolExecutor(4) as pool:

@@ -59,7 +59,7 @@ def loaded(dtype: torch.dtype) -> tuple[Any, str]:
     if os.environ.get("EVENSTEP_NATIVE", "1") == "0":
         return None, "EVENSTEP_NATIVE is 0"
     try:
-        found = ctypes.CDLL(str(built(command(dtype))))
+        found = opened(command(dtype))
         found.look.restype = found.join.restype = ctypes.c_int64
         found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
         found.add_moments.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
@@ -103,6 +103,16 @@ def built(command: list[str]) -> Path:
             subprocess.run([*command, str(SOURCE), "-o", str(made), "-lm"], check=True, capture_output=True, timeout=60)
             made.replace(path)
     return path
+
+
+def opened(command: list[str]) -> Any:
+    """The library; one that is damaged, as after a power cut, is built anew."""
+    path = built(command)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(built(command)))
 
 
 def home() -> Path:
