@@ -244,7 +244,7 @@ def test_calls_of_several_kinds_add_up():
 
 @pytest.mark.parametrize("name", ["momentum", "even"])
 def test_threads_do_not_change_the_numbers(name, monkeypatch):
-    monkeypatch.setattr(native_step, "EACH", 50)
+    monkeypatch.setattr(native_step, "ALONE", 50)
     torch.manual_seed(3)
     one = Net()
     many = copy.deepcopy(one)

@@ -26,7 +26,7 @@ typedef struct {
     float *last, *fired;
     int64_t blocks, width, longest, units;
     double momentum, floor, crowd, least, steady;
-    int64_t linear, even, guarded, counted, parts;
+    int64_t linear, even, guarded, counted, parts, threads;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* torch's own threads: GOMP_parallel */
 } Job;
 
@@ -435,7 +435,7 @@ static real through_all(const Job *j, int moves) {
     real nothing = 0;
     atomic_init(&way.next, 0);
     if (j->parts > 1)
-        j->parallel(take_parts, &way, j->parts, 0);
+        j->parallel(take_parts, &way, j->threads, 0);
     else
         take_parts(&way);
     for (int64_t part = 0; part < j->parts; part++) nothing += way.nothing[part];

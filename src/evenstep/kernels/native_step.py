@@ -13,7 +13,7 @@ from . import native, tables
 
 ROW = tables.BIAS_STEP + 1  # addresses of a block
 SUMS = 11  # sums of a unit
-EACH = 2**17  # weights that are worth a thread
+ALONE = 2**18  # weights up to which one thread is faster
 
 
 def serves(layout: Any) -> bool:
@@ -90,8 +90,8 @@ class Room:
         self.tallies = (ctypes.c_double * (4 * count))()
         self.vectors = torch.ones(4, width, dtype=dtype)
         self.vectors[0] = 0
-        most = native.PARTS if native.parallel() else 1
-        self.parts = max(1, min(most, torch.get_num_threads(), sum(s.numel() for s in layout.shapes) // EACH))
+        several = native.parallel() and sum(s.numel() for s in layout.shapes) > ALONE
+        self.parts = min(native.PARTS, torch.get_num_threads()) if several else 1
         self.columns = torch.zeros(self.parts, 7, longest, dtype=dtype)
         self.layers = torch.zeros(4, count, dtype=dtype)
         self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (SUMS, 3))
@@ -132,9 +132,14 @@ class Room:
             self.kept.add(p, places, {name: torch.Size(sizes.get(name, [])) for name in places})
 
     def settle(self) -> None:
-        """Write the table of settings again, if they have changed."""
+        """Write the table of settings again, if they have changed.
+
+        All of torch's threads are called where several are: a smaller team would have the others started anew after it.
+        """
         lay = self.layout
-        self.job.parts = 1 if self.parts == 1 else min(self.parts, torch.get_num_threads())
+        if self.parts > 1:
+            self.job.threads = torch.get_num_threads()
+        self.job.parts = min(self.parts, self.job.threads) if self.parts > 1 else 1
         now = lay.settings(), [float(group["lr"]) for group in lay.param_groups]
         if now != self.set_to:
             self.settings, self.set_to = flat(ctypes.c_double, tables.settings(lay)), now
