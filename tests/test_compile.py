@@ -302,16 +302,57 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
     assert all(tally[-1] == 5 for tally in stages)  # of that one call
 
 
-@pytest.mark.feature("compiled model")
-@pytest.mark.parametrize("case", [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD])
-def test_a_model_compiled_before_its_optimizer_is_built_is_warned_of(case):
+@pytest.fixture
+def blind():
+    """Dynamo as it comes: it takes no notice of hooks that were not there when it compiled."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
+        yield
+    torch._dynamo.reset()
+
+
+WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD]
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("case", WATCHING)
+def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind, case):
     model, x = mlp(), torch.randn(5, 6)
     compiled = torch.compile(model, backend="eager")
     compiled(x)
     optimizer = case.build(model)
+    for _ in range(2):
+        compiled(x).sum().backward()
+        assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+        optimizer.step()
+
+
+@pytest.mark.feature("compiled model")
+def test_models_of_one_class_with_and_without_hooks_take_turns(blind):
+    x, plain, ours = torch.randn(5, 6), mlp(), mlp()
+    compiled = [torch.compile(model, backend="eager") for model in (plain, ours)]
+    compiled[0](x)
+    optimizer = evenstep.EvenStep(ours)
+    for _ in range(3):
+        for call in compiled:
+            call(x).sum().backward()
+        assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+        optimizer.step()
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("case", WATCHING)
+def test_a_model_that_runs_what_was_compiled_without_hooks_is_warned_of(blind, case):
+    """As where Dynamo is loaded after the optimizer was built, and compiles another model of the same class first."""
+    model, other, x = mlp(), mlp(), torch.randn(5, 6)
+    optimizer = case.build(model)
+    torch._dynamo.config.skip_nnmodule_hook_guards = True
+    torch.compile(other, backend="eager")(x)
+    compiled = torch.compile(model, backend="eager")
     compiled(x).sum().backward()
-    with pytest.warns(UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input .*compiled before"):
+    with pytest.warns(
+        UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input .*_dynamo.reset\(\) helps"
+    ):
         optimizer.step()
     torch._dynamo.reset()  # the way out: let it be compiled again
     compiled(x).sum().backward()

@@ -4,6 +4,7 @@ A hook adds; it never averages, allocates state or asks the device, so forwards 
 compiled. It holds its own tensors (module buffers would be broadcast by DDP) and is inert when copied.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -243,6 +244,7 @@ class Collector:
             announce, conclude = Announce(self.forwards), Conclude(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
             self._handles.append(self.model.register_forward_hook(conclude, always_call=True))
+            let_dynamo_look()
         weakref.finalize(owner, remove, self._handles)
 
     def detach(self) -> None:
@@ -274,6 +276,18 @@ class Collector:
                 stage.emptied()
         self.traffic.rows = self.traffic.empty = False
         self.forwards.running = self.forwards.announced = False
+
+
+def let_dynamo_look() -> None:
+    """Have Dynamo, where it is loaded, tell modules with hooks from those without.
+
+    By default it takes no notice of hooks that were not there when it compiled a class of modules: what it has made of
+    another model, without an optimizer of ours, would run without our hooks. What was compiled is compiled again.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(dynamo.config, "skip_nnmodule_hook_guards", False):
+        dynamo.config.skip_nnmodule_hook_guards = False
+        dynamo.reset()
 
 
 def remove(handles: list[RemovableHandle]) -> None:

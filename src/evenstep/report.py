@@ -114,6 +114,7 @@ def unseen_of(staged: Staged, wait: bool) -> str | None:
         if known and not stage.applied:
             return (
                 f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
-                "step (compiled before the optimizer was built? eval mode? a functional call?); using its last moments."
+                "step (compiled without its hooks? then torch._dynamo.reset() helps; eval mode? a functional call?); "
+                "using its last moments."
             )
     return None

@@ -186,6 +186,8 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
         torch.set_num_threads(setting.threads)
     if torch.device(setting.device).type == "cpu":
         steady_heap()
+    if setting.compiled:
+        importlib.import_module("torch._dynamo")  # now: our optimizers let it tell modules with hooks from others
     contenders = [Contender(name, setting) for name in taking_part(setting)]
     device = contenders[0].device
     memory = {}
