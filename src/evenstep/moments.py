@@ -108,6 +108,8 @@ def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
     """Every `stride`-th slice along `dim`, from the middle of the first stride on, and the rows that are left."""
     size = x.shape[dim]
     stride = max(1, min(stride, size))
+    if torch.compiler.is_compiling() and x.dim() > 3:
+        stride = len([0] * stride)  # a number: compilers do not come to an end with several that are expressions
     kept = -(-(size - stride // 2) // stride)
     return x[(slice(None),) * dim + (slice(stride // 2, None, stride),)], rows // max(1, size) * kept
 
