@@ -57,8 +57,10 @@ def test_it_is_built_once(fresh, monkeypatch):
 
 
 def test_a_damaged_one_is_built_anew(fresh):
-    native.built(native.command(torch.float32)).write_bytes(b"")
+    path = native.built(native.command(torch.float32))
+    path.write_bytes(b"")
     step_once("c")
+    assert path.stat().st_size > 1000 and native.loaded(torch.float32)[1] == ""
 
 
 def test_it_is_built_whole_by_whoever_comes_first(fresh):

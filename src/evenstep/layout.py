@@ -142,7 +142,7 @@ class Layout:
         self.identity = sum(self.input_sizes)
         self.inputs = Segments.of([*self.input_sizes, 1], self.device)
         self.base = dict(zip(self.moving, Segments.of([*self.input_sizes, 1]).offsets.tolist(), strict=False))
-        self.steady = self.inputs.widen(self.tensor([*(STEADY * (k in self.unbiased) for k in self.moving), 0.0]))
+        self.steady = self.inputs.widen(self.tensor([*(0 if blocks[k].biases else STEADY for k in self.moving), 0.0]))
         self.fan_in = self.tensor([blocks[k].fan_in for k in self.shared])
         self.unit_of_bias = self._units_of(self.biased)
         self.plain_room: Any = None  # what the CPU keeps from step to step

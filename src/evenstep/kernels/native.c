@@ -31,6 +31,7 @@ typedef struct {
 } Job;
 
 _Static_assert(sizeof(Job) == SIZE_OF_JOB, "Job is declared in native.py as well");
+_Static_assert(BENT2 + 1 == SUMS && BENT + 1 + FRESH + 1 == PER_COLUMN, "native.py says how much room there is");
 
 /* What rows of a group meet, one value per column: μ, α, the spread 1/α², βα, u = αμ, and α² times the fresh spread. */
 typedef struct {
@@ -41,6 +42,17 @@ typedef struct {
 static inline real *at(const int64_t *p, int name) { return (real *)(intptr_t)p[name]; }
 
 static inline real inverse_root(real x) { return x > (real)TINY ? 1 / sqrt(x) : 0; }
+
+/* Add a row's x − c and (x − c)² to sums; faster where `inputs` is a constant. */
+static inline __attribute__((always_inline)) void add_row(
+    const real *row, const real *centre, real *first, real *second, const int64_t inputs) {
+#pragma omp simd
+    for (int64_t i = 0; i < inputs; i++) {
+        const real away = row[i] - centre[i];
+        first[i] += away;
+        second[i] += away * away;
+    }
+}
 
 /* Sums of x − c and (x − c)² over rows, for each input. `shape`: inputs, the distance between two of them, where
  * the first is, then sizes and strides of four dimensions of rows. */
@@ -61,25 +73,9 @@ void add_moments(const real *x, const int64_t *shape, const real *centre, real *
                     for (int64_t done = 0; done < n[3];) {
                         int64_t some = n[3] - done < ROWS - seen ? n[3] - done : ROWS - seen;
                         if (step == 1 && wide == TILE) {
-                            for (int64_t i3 = done; i3 < done + some; i3++) {
-                                const real *v = row + i3 * s[3];
-#pragma omp simd
-                                for (int64_t i = 0; i < TILE; i++) {
-                                    real away = v[i] - c[i];
-                                    a[i] += away;
-                                    b[i] += away * away;
-                                }
-                            }
+                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(row + i3 * s[3], c, a, b, TILE);
                         } else if (step == 1) {
-                            for (int64_t i3 = done; i3 < done + some; i3++) {
-                                const real *v = row + i3 * s[3];
-#pragma omp simd
-                                for (int64_t i = 0; i < wide; i++) {
-                                    real away = v[i] - c[i];
-                                    a[i] += away;
-                                    b[i] += away * away;
-                                }
-                            }
+                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(row + i3 * s[3], c, a, b, wide);
                         } else {
                             real one = 0, two = 0;
 #pragma omp simd reduction(+ : one, two)
@@ -405,7 +401,7 @@ typedef struct {
 
 static void go(Way *way, int64_t part) {
     const Job *j = way->job;
-    real *room = j->columns + part * 7 * j->longest;
+    real *room = j->columns + part * PER_COLUMN * j->longest;
     int64_t all = 0, before = 0;
     for (int64_t block = 0; block < j->blocks; block++)
         all += j->shapes[block * SHAPES + UNITS] * j->shapes[block * SHAPES + COLUMNS];

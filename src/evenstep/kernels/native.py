@@ -30,6 +30,7 @@ TYPES = {torch.float32: ("float", "FLT_MIN"), torch.float64: ("double", "DBL_MIN
 VECTORS = {"AVX2": "-mavx2 -mfma", "AVX512": "-mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl"}
 MOST = 2**18  # numbers of a call beyond which torch's operations, on several threads, are faster
 PARTS = 64  # threads at most
+SUMS, PER_COLUMN = 11, 7  # values that are worked out for each unit, and for each column
 FLAGS = "-std=c11 -O3 -fPIC -shared -fopenmp-simd -fno-fast-math -fno-math-errno -fno-trapping-math"
 
 
@@ -85,6 +86,7 @@ def command(dtype: torch.dtype) -> list[str]:
     names = {name: value for name, value in vars(tables).items() if name.isupper() and isinstance(value, int)}
     kind, tiny = TYPES[dtype]
     sizes = {"ROW_OF_ADDRESSES": tables.BIAS_STEP + 1, "MOST_PARTS": PARTS, "SIZE_OF_JOB": ctypes.sizeof(Job)}
+    sizes |= {"SUMS": SUMS, "PER_COLUMN": PER_COLUMN}
     defined = {"REAL": kind, "TINY": tiny, **sizes, **names}
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
     vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), "")

@@ -12,7 +12,6 @@ from ..guards import CROWD, LEAST
 from . import native, tables
 
 ROW = tables.BIAS_STEP + 1  # addresses of a block
-SUMS = 11  # sums of a unit
 ALONE = 2**18  # weights up to which one thread is faster
 
 
@@ -92,14 +91,15 @@ class Room:
         self.vectors[0] = 0
         several = native.parallel() and sum(s.numel() for s in layout.shapes) > ALONE
         self.parts = min(native.PARTS, torch.get_num_threads()) if several else 1
-        self.columns = torch.zeros(self.parts, 7, longest, dtype=dtype)
+        self.columns = torch.zeros(self.parts, native.PER_COLUMN, longest, dtype=dtype)
         self.layers = torch.zeros(4, count, dtype=dtype)
-        self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (SUMS, 3))
+        self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (native.SUMS, 3))
         self.counts_steps = all(state[p]["step"].dtype == torch.float32 for p in layout.parameters)
         self.momentum = layout.blocks[0].group["momentum"]
         self.kept = Kept(self.addresses, dtype)
+        shared = {*layout.shared}
         for k in range(count):
-            self._keep(k, even)
+            self._keep(k, k in shared, even)
         for k in layout.shared:
             self.addresses[k * ROW + tables.TALLY] = ctypes.addressof(self.tallies) + 32 * k
         self.set_to: Any = None  # what the settings were made from
@@ -114,7 +114,7 @@ class Room:
             self.job.last, self.job.fired = layout.last.data_ptr(), layout.fired.data_ptr()
         self.at = ctypes.addressof(self.job)
 
-    def _keep(self, k: int, even: bool) -> None:
+    def _keep(self, k: int, shared: bool, even: bool) -> None:
         """Note the state of block k."""
         block, start = self.layout.blocks[k], k * ROW
         columns = (tables.BUFFER, tables.STEP), (tables.BIAS_BUFFER, tables.BIAS_STEP)
@@ -123,7 +123,7 @@ class Room:
             if self.counts_steps:
                 places["step"] = start + step
             if p is block.weight:
-                needed = [k in self.layout.base] * 3 + [k in self.layout.shared] + [even] * 2
+                needed = [k in self.layout.base] * 3 + [shared] + [even] * 2
                 names = zip(tables.KEPT, range(tables.MX, tables.STEP), needed, strict=True)
                 places |= {name: start + at for name, at, need in names if need}
             stage = self.layout.stages[k]
@@ -172,9 +172,8 @@ class NativeStep:
             table[start + tables.WEIGHT], table[start + tables.GRAD] = self._both(block.weight)
             if block.biases:
                 table[start + tables.LEVEL], table[start + tables.BIAS_GRAD] = self._both(block.biases[0])
-            elif level is not None:  # it does not train
-                self.kept.append(level.to(block.weight.dtype))
-                table[start + tables.LEVEL] = self.kept[-1].data_ptr()
+            elif level is not None:  # it does not train; `Layout.whole` has looked at it
+                table[start + tables.LEVEL] = level.data_ptr()
             start += ROW
 
     def _both(self, p: Tensor) -> tuple[int, int]:

@@ -56,22 +56,23 @@ KEPT = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the 
 def shapes(layout: Any) -> list[list[int]]:
     """The table of shapes."""
     starts, rows = [0, *torch.tensor(layout.sizes).cumsum(0).tolist()], []
+    shared, guarded = {*layout.shared}, {k: place for place, k in enumerate(layout.guarded)}
     for k, block in enumerate(layout.blocks):
         groups, units, inputs, area = layout.shapes[k]
         moving, stage = k in layout.base, layout.stages[k]
         flags = TRAINED * bool(block.biases) + MOVING * moving + FLIPPED * bool(block.group["maximize"])
-        flags += GUARDED * (stage is not None) + SHARED * (k in layout.shared) + OUTSIDE * (block.entry is None)
+        flags += GUARDED * (stage is not None) + SHARED * (k in shared) + OUTSIDE * (block.entry is None)
         rows.append([
             inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
             starts[k], flags, groups * units, groups * inputs if moving else 0,
-            stage.slot_count if moving else 0, layout.guarded.index(k) if stage is not None else -1,
+            stage.slot_count if moving else 0, guarded.get(k, -1),
         ])  # fmt: skip
     return rows
 
 
 def settings(layout: Any) -> list[list[float]]:
     """The table of settings; a stepsize that is a tensor on another device stands as 0."""
-    rows = []
+    rows, shared = [], {*layout.shared}
     for k, block in enumerate(layout.blocks):
         g, stage = block.group, layout.stages[k]
         both = g["lr"], block.bias_groups[0]["lr"] if block.bias_groups else 0.0
@@ -83,7 +84,7 @@ def settings(layout: Any) -> list[list[float]]:
             g["weight_decay"], block.bias_groups[0]["weight_decay"] if block.bias_groups else 0.0, radius,
             g.get("damping", 0.0), torch.inf if tau is None else tau, g.get("decay", 0.0), g.get("eps", 0.0),
             0.0 if block.entry is None else g.get("damping", 0.0), torch.nan if declared is None else declared,
-            float(block.fan_in) if k in layout.shared else 1.0,
+            float(block.fan_in) if k in shared else 1.0,
         ])  # fmt: skip
     return rows
 
