@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
+from evenstep.moments import batch_moments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +162,41 @@ def test_reduce_overhead_watches_the_model_in_its_graphs(case):
     for p, q in moments:
         assert_close(two.state[q]["mx"], one.state[p]["mx"], rtol=5e-3, atol=5e-4)
     assert len(moments) == 4
+
+
+@pytest.mark.feature("compiled model")
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
+def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, layout):
+    """One operation for each layer, in as many graphs as without us, and what it adds up is what eager hooks do."""
+    eager = network().to(memory_format=layout)
+    watched, graphs = copy.deepcopy(eager), []
+
+    def noting(graph, inputs):
+        graphs.append(sum("add_moments" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(watched, backend=noting, fullgraph=True)
+    optimizers = evenstep.EvenStep(eager, rows=40), evenstep.EvenStep(watched, rows=40)
+    for size in (32, 32, 24, 9, 33):
+        x = torch.randn(size, 2, 5, 5, device="cuda").to(memory_format=layout) + 0.5
+        for call, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+                output = call(x)
+            output.float().square().mean().backward()
+        rounding = {"rtol": 0.02, "atol": 0.02} if mixed else {"rtol": 1e-4, "atol": 1e-4}
+        for one, other in zip(*(o._collector.stages.values() for o in optimizers), strict=True):
+            assert_close(other.tally, one.tally)
+            found = (batch_moments(stage.sums(), stage.centre) for stage in (other, one))
+            assert_close(*found, **rounding)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(eager.parameters(), watched.parameters(), strict=True):
+                q.copy_(p)
+    assert graphs == [4, 4], "the second for batches of any size"
 
 
 @pytest.mark.feature("compiled step")

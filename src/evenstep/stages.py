@@ -122,8 +122,8 @@ class Stage:
 
     A call is added in one of three ways. On a GPU a kernel does it. On the CPU, where an operation between two layers
     costs more than its arithmetic, calls are `held` until they are asked for: the host knows `slots` and `tally` to be
-    zero otherwise by their versions, which compiled code raises, too. Compiled code, and what no kernel serves, adds
-    to the tensors in plain operations.
+    zero otherwise by their versions, which compiled code raises, too. Code compiled for a CPU, and what no kernel
+    serves, adds to the tensors in plain operations.
     """
 
     def __init__(
@@ -267,13 +267,18 @@ class Stage:
 
     def see(self, look: Look) -> None:
         """Add one call. Repeated calls within one forward of the model show the same examples again."""
-        x = None if look.x is None or not self.inputs else thinned(look.x.detach(), look.dim, self.limit)
-        if not torch.compiler.is_compiling():
-            self.see_like(x, glance(x, look))
-            return
-        if x is not None:
+        x = None if look.x is None or not self.inputs else look.x.detach()
+        compiled = torch.compiler.is_compiling()
+        if compiled and x is not None:
             self.to(x.device)
-        self._add(x, look)
+            tensors = self._slots, self.centre, self._tally, self.seen, self.clock
+            if moments_kernel.add_compiled(x, look, self.limit, *tensors):
+                return
+        x = None if x is None else thinned(x, look.dim, self.limit)
+        if compiled:
+            self._add(x, look)
+        else:
+            self.see_like(x, glance(x, look))
 
     def see_like(self, x: Tensor | None, known: Glance) -> None:
         """Add one eager call with a tensor of a shape that is known."""

@@ -1,7 +1,8 @@
 """Sums of a layer's input in one pass over it, tally included: one launch per call of a layer.
 
 Every program adds its part of the rows to a slot of its own, so that the order of additions, and with it the result,
-is the same in every run. The plain version is `stages.Stage._add`.
+is the same in every run. The plain version is `stages.Stage._add`. Compiled code calls the kernel by an operation that
+the compiler does not look into: of the plain version it makes reductions and copies that cost ten times as much.
 """
 
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..moments import thinned
 from .launch import Launcher
 
 SLOTS = 16
@@ -33,7 +35,7 @@ def slots(like: Tensor, device: torch.device | None = None) -> int:
 
 
 def serves(x: Tensor, slots: Tensor) -> bool:
-    """Whether the kernel can take this input; compiled code takes the plain version, which it fuses by itself."""
+    """Whether the kernel can take this input."""
     return (
         x.is_cuda
         and len(slots) == SLOTS
@@ -41,7 +43,6 @@ def serves(x: Tensor, slots: Tensor) -> bool:
         and slots.dtype == torch.float32
         and type(x) is Tensor
         and x.dim() <= 5
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -64,28 +65,56 @@ def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> bool:
     if call is None:
         if not serves(x, slots):
             return False
-        call = calls[kind] = prepare(x, look, stage.inputs)
-    tensors = (x, slots, stage.centre, stage.tally, stage.seen, stage.clock)
-    _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
+        call = calls[kind] = prepare(x, look.dim, (look.zeros, look.applied, look.examples))
+    launch(call, x, slots, stage.centre, stage.tally, stage.seen, stage.clock)
     return True
 
 
-def prepare(x: Tensor, look: Any, inputs: int) -> Call:
-    """The call for tensors like `x`."""
-    others = [d for d in range(x.dim()) if d != look.dim % x.dim()]
+def add_compiled(x: Tensor, look: Any, limit: int | None, *tensors: Tensor) -> bool:
+    """`add` for compiled code, to a stage's slots, centre, tally and seen, by its clock.
+
+    It hands over the whole tensor, whose lattice is found when it runs. Under autocast that is the tensor as the layer
+    takes it, since the compiler has no other in memory.
+    """
+    if torch.compiler.is_exporting() or not serves(x, tensors[0]):
+        return False
+    if torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))
+    add_moments(x, *tensors, look.dim % x.dim(), limit, look.zeros, look.applied, look.examples)
+    return True
+
+
+@torch.library.custom_op("evenstep::add_moments", mutates_args=("slots", "centre", "tally", "seen"))
+def add_moments(
+    x: Tensor, slots: Tensor, centre: Tensor, tally: Tensor, seen: Tensor, clock: Tensor,
+    dim: int, limit: int | None, zeros: int, applied: int, examples: int,
+) -> None:  # fmt: skip
+    """The kernel as an operation of torch's."""
+    x = thinned(x, dim, limit)
+    launch(prepare(x, dim, (zeros, applied, examples)), x, slots, centre, tally, seen, clock)
+
+
+def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
+    """The call for tensors like `x`, inputs along `dim`; `counts` are added to the tally behind the rows."""
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
     sizes = [1] * (4 - len(others)) + [x.shape[d] for d in others]
     strides = [0] * (4 - len(others)) + [x.stride(d) for d in others]
-    rows, step = x.numel() // x.shape[look.dim], x.stride(look.dim)
+    inputs, step = x.shape[dim], x.stride(dim)
     width = 16 if inputs <= 16 else 32 if inputs <= 512 else 64
     columns, aligned = -(-inputs // width), x.data_ptr() % 16 == 0
     even = aligned and step == 1 and inputs % 8 == 0 and all(stride % 8 == 0 for stride in strides)
-    numbers = (rows, look.zeros, look.applied, look.examples, inputs, step, *sizes[1:], *strides)
+    numbers = (x.numel() // inputs, *counts, inputs, step, *sizes[1:], *strides)
     return Call(
         (x.device.index, x.dtype, aligned, max(numbers) < 2**31),
         (columns, min(SLOTS, max(2, PROGRAMS // columns)), 1),
         numbers,
         {"DENSE": step == 1, "EVEN": even, "WIDTH": width, "TALL": 64 if width == 16 else 32},
     )
+
+
+def launch(call: Call, *tensors: Tensor) -> None:
+    """Run the kernel."""
+    _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
 
 
 @cache
