@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from cases import OPTIMIZERS
+from evenstep.kernels import moments as kernel
+from evenstep.moments import sum_about
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
@@ -455,23 +457,55 @@ def test_eager_and_compiled_steps_may_take_turns():
     assert_same(eager, mixed, rtol=1e-4, atol=1e-6)
 
 
+def play_the_kernel(call, x, slots, centre, tally, seen, clock):
+    """What a GPU's kernel adds up of inputs along dimension 1."""
+    rows, zeros, applied, examples = call.numbers[:4]
+    centre.copy_(torch.where(centre.isnan(), x.transpose(0, 1).flatten(1)[:, 0], centre))
+    for total, found in zip(slots[0], sum_about(x, centre, 1), strict=True):
+        total += found
+    tally += torch.tensor([rows, zeros, applied, examples * float(seen != clock)])
+    seen.copy_(clock)
+
+
 @pytest.mark.feature("compiled model")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_images_in_batches_of_any_size(backend, dynamic):
-    """As the last one of an epoch: hooks look at a lattice of positions, whose strides depend on the batch."""
+@pytest.mark.parametrize("by", ["plain operations", "kernel", "kernel, autocast"])
+def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
+    """As the last one of an epoch: hooks look at a lattice of positions, whose strides depend on the batch.
+
+    A kernel is called once for each layer, with the tensor that the layer itself reads.
+    """
     torch._dynamo.reset()
-    eager = Chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.GELU(), nn.Linear(5, 2)).double()
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    eager = Chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.GELU(), nn.Linear(5, 2))
+    model, served, calls, dtypes = copy.deepcopy(eager), by != "plain operations", [], set()
+    if served:
+        monkeypatch.setattr(kernel, "serves", lambda x, slots: True)
+        monkeypatch.setattr(
+            kernel, "launch", lambda call, x, *rest: (dtypes.add(x.dtype), play_the_kernel(call, x, *rest))
+        )
+
+    def noting(graph, inputs):
+        calls.append(sum("add_moments" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    compiled = torch.compile(model, backend=noting, dynamic=dynamic)
     optimizers = evenstep.EvenStep(eager, rows=20), evenstep.EvenStep(model, rows=20)
-    for size in (6, 6, 9, 5):
-        x = torch.randn(size, 3, 8, 8).double()
+    mixed = by == "kernel, autocast"
+    for size in (6, 6, 9, 5, 12):
+        x = torch.randn(size, 3, 8, 8)
         for call, optimizer in zip((eager, compiled), optimizers, strict=True):
             optimizer.zero_grad()
-            (call(x) - 1).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                output = call(x)
+            (output - 1).square().mean().backward()
         for one, other in zip(*(o._collector.stages.values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(eager, model)
+    assert_same(eager, model, **({"rtol": 0.05, "atol": 0.02} if mixed else {"rtol": 1e-3, "atol": 1e-5}))
+    if served:
+        assert set(calls) <= {0, 3} and calls.count(3) == (1 if dynamic else 2), calls
+        assert dtypes == {torch.bfloat16 if mixed else torch.float32}
+    else:
+        assert not any(calls)

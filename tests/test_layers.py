@@ -865,6 +865,20 @@ def test_a_model_in_training_can_be_traced(cls):
     assert_close(traced(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
+def test_a_model_in_training_can_be_exported(cls):
+    """The program has the layers' operations alone, and is not counted."""
+    model, x = network().float(), torch.randn(5, *some_batches()[0][0].shape[1:])
+    plain = torch.export.export(copy.deepcopy(model), (x,))
+    optimizer = cls(model)
+    exported = torch.export.export(model, (x,))
+    found, expected = ([str(node.target) for node in program.graph.nodes] for program in (exported, plain))
+    assert found == expected
+    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert_close(exported.module()(x), model(x))
+
+
 def test_checkpointing_one_of_two_calls_changes_no_update():
     """A layer used outside and inside a reentrant checkpoint: both calls count."""
 

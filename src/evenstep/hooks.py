@@ -79,7 +79,7 @@ class Watch:
         """
         if not (module.training and torch.is_grad_enabled() and trains(module)):
             return None
-        eager = not torch.compiler.is_compiling()
+        eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
         if eager and self.shaped and self._glanced(module, args, kwargs, output):
@@ -152,7 +152,7 @@ class Announce(Watch):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
         """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
-        eager = not torch.compiler.is_compiling()
+        eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
         if eager:
@@ -317,5 +317,8 @@ def recomputing() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether `torch.func`, whose tensors we could not keep, or `torch.jit.trace` runs this eager code."""
-    return transforms() is not None or tracing() is not None
+    """Whether `torch.func`, whose tensors we could not keep, `torch.jit.trace` or `torch.export` runs this eager code.
+
+    What they make of a model runs without us.
+    """
+    return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -76,10 +76,10 @@ def add_compiled(x: Tensor, look: Any, limit: int | None, *tensors: Tensor) -> b
     It hands over the whole tensor, whose lattice is found when it runs. Under autocast that is the tensor as the layer
     takes it, since the compiler has no other in memory.
     """
-    if torch.compiler.is_exporting() or not serves(x, tensors[0]):
+    if not serves(x, tensors[0]):
         return False
-    if torch.is_autocast_enabled("cuda"):
-        x = x.to(torch.get_autocast_dtype("cuda"))
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     add_moments(x, *tensors, look.dim % x.dim(), limit, look.zeros, look.applied, look.examples)
     return True
 
