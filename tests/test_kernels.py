@@ -17,17 +17,25 @@ from evenstep.stages import Stage
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-class Net(nn.Module):
-    """Every way a block can move: biases and none, groups, a norm, an embedding, a bare parameter, a frozen bias."""
+NARROW = 11, 12, 20, 18, 4, 6, 8
 
-    def __init__(self):
+
+class Net(nn.Module):
+    """Every way a block can move: biases and none, groups, a norm, an embedding, a bare parameter, a frozen bias.
+
+    Of a wide one rows lie evenly in memory, and the embedding has more than one program of a kernel takes.
+    """
+
+    def __init__(self, wide=False):
         super().__init__()
-        self.token = nn.Embedding(11, 12)
-        self.first, self.norm = nn.Linear(12, 20, bias=False), nn.LayerNorm(20)
-        self.second, self.frozen = nn.Linear(20, 18), nn.Linear(18, 36)
+        rows, token, first, second, self.maps, maps, last = (5000, 16, 24, 32, 8, 16, 16) if wide else NARROW
+        self.token = nn.Embedding(rows, token)
+        self.first, self.norm = nn.Linear(token, first, bias=False), nn.LayerNorm(first)
+        self.second, self.frozen = nn.Linear(first, second), nn.Linear(second, 9 * self.maps)
         self.frozen.bias.requires_grad_(False)
-        self.conv, self.depth = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, 3, groups=6, bias=False)
-        self.grouped, self.last = nn.Conv2d(6, 8, 2, groups=2), nn.Linear(8, 3)
+        self.conv = nn.Conv2d(self.maps, maps, 3, padding=1)
+        self.depth = nn.Conv2d(maps, maps, 3, groups=maps, bias=False)
+        self.grouped, self.last = nn.Conv2d(maps, last, 2, groups=2), nn.Linear(last, 3)
         self.scale = nn.Parameter(torch.ones(3, 1))
         for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs vary: whitening rounds little
             nn.init.zeros_(layer.bias)
@@ -35,7 +43,7 @@ class Net(nn.Module):
 
     def forward(self, tokens):
         x = self.norm(self.first(self.token(tokens)).relu())
-        x = self.frozen(self.second(x).relu()).view(-1, 4, 3, 3).relu()
+        x = self.frozen(self.second(x).relu()).view(-1, self.maps, 3, 3).relu()
         x = self.grouped(nn.functional.pad(self.depth(self.conv(x).relu()), (1, 1, 1, 1))).relu().mean((2, 3))
         return self.last(x) * self.scale.sum()
 
@@ -74,9 +82,17 @@ def states(optimizer, model):
     }
 
 
-def assert_steps_agree(name, single, device, close, steps=6, poison=(), by="triton"):
+def shift(model):
+    """Let no parameter begin where memory is aligned."""
+    for p in model.parameters():
+        p.data = p.new_empty(p.numel() + 1)[1:].view_as(p).copy_(p.data)
+
+
+def assert_steps_agree(name, single, device, close, steps=6, poison=(), by="triton", shifted=False):
     """Each step from the same weights, state and gradients: rounding is not to grow from step to step."""
     many = copy.deepcopy(single)
+    if shifted:
+        shift(many)
     loop, together = OPTIMIZERS[name](single, foreach=False), OPTIMIZERS[name](many)
     pairs = list(zip(single.named_parameters(), many.parameters(), strict=True))
     for step in range(steps):
@@ -128,6 +144,19 @@ def test_together_is_one_by_one(by, name, poison):
 def test_kernels_in_single_precision_are_one_by_one(device, how, name, poison):
     torch.manual_seed(3)
     assert_steps_agree(name, Net().to(device), device, 2e-4, poison=poison, by=how)
+
+
+@pytest.mark.parametrize("lying", ["evenly", "channels-last", "off"])
+@pytest.mark.parametrize("name", ["momentum", "even", "even-plain"])
+@pytest.mark.parametrize(
+    ("device", "how"),
+    [pytest.param("cpu", "c", marks=needs_c), pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
+)
+def test_rows_that_lie_evenly_and_many_of_them(device, how, name, lying):
+    torch.manual_seed(3)
+    layout = torch.channels_last if lying == "channels-last" else torch.contiguous_format
+    model = Net(wide=True).to(device).to(memory_format=layout)
+    assert_steps_agree(name, model, device, 2e-4, steps=4, by=how, shifted=lying == "off")
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

@@ -252,8 +252,8 @@ class Stage:
         return self.tally.tolist(), self.slots.data_ptr()
 
     def _empty(self) -> bool:
-        """Whether the host knows the tensors to be zero."""
-        return self.empty_at == (self._slots._version, self._tally._version)
+        """Whether the host knows the tensors to be zero; compiled code cannot ask (torch 2.11)."""
+        return not torch.compiler.is_compiling() and self.empty_at == (self._slots._version, self._tally._version)
 
     def write_held(self) -> None:
         """Add to the tensors what is held."""
@@ -387,5 +387,6 @@ class Stage:
         return found
 
     def emptied(self) -> None:
-        """Note that these are zero now."""
-        self.empty_at = self._slots._version, self._tally._version
+        """Note that these are zero now, where that can be known."""
+        if not torch.compiler.is_compiling():
+            self.empty_at = self._slots._version, self._tally._version

@@ -16,6 +16,7 @@ from .launch import Launcher
 
 SLOTS = 16
 PROGRAMS = 768  # more than these only wait for each other
+TALL = {16: 64, 32: 32}  # rows at a time, for so many inputs; by measurement on an H200
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,11 +97,10 @@ def add_moments(
 
 def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
     """The call for tensors like `x`, inputs along `dim`; `counts` are added to the tally behind the rows."""
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    sizes = [1] * (4 - len(others)) + [x.shape[d] for d in others]
-    strides = [0] * (4 - len(others)) + [x.stride(d) for d in others]
+    others = merged([(x.shape[d], x.stride(d)) for d in range(x.dim()) if d != dim % x.dim()])
+    sizes, strides = zip(*[(1, 0)] * (4 - len(others)), *others, strict=True)
     inputs, step = x.shape[dim], x.stride(dim)
-    width = 16 if inputs <= 16 else 32 if inputs <= 512 else 64
+    width = 16 if inputs <= 16 else 32
     columns, aligned = -(-inputs // width), x.data_ptr() % 16 == 0
     even = aligned and step == 1 and inputs % 8 == 0 and all(stride % 8 == 0 for stride in strides)
     numbers = (x.numel() // inputs, *counts, inputs, step, *sizes[1:], *strides)
@@ -108,8 +108,25 @@ def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
         (x.device.index, x.dtype, aligned, max(numbers) < 2**31),
         (columns, min(SLOTS, max(2, PROGRAMS // columns)), 1),
         numbers,
-        {"DENSE": step == 1, "EVEN": even, "WIDTH": width, "TALL": 64 if width == 16 else 32},
+        {"DENSE": step == 1, "EVEN": even, "LINE": len(others) < 2, "WIDTH": width, "TALL": TALL[width]},
     )
+
+
+def merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sizes and strides of the same places in the same order, by as few dimensions as may be.
+
+    >>> merged([(16, 1024), (1, 7), (64, 16), (2, 3)])
+    [(1024, 16), (2, 3)]
+    """
+    found: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = found[-1][0] * size, stride
+        else:
+            found.append((size, stride))
+    return found
 
 
 def launch(call: Call, *tensors: Tensor) -> None:

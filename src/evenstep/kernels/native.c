@@ -1,4 +1,4 @@
-/* The step of many blocks and the sums of a layer's input on the CPU: `triton_step.py` and `triton_moments.py` in C.
+/* The step of many blocks and the sums of a layer's input on the CPU: the files `triton_*.py` in C.
  *
  * Built by `native.py` once for float and once for double (REAL); names of columns and flags come from `tables.py`.
  * Rows are added up in the same order in every run. Nothing is written to parameters or state before `act`.

@@ -20,7 +20,8 @@ from .moments import available
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
-SHAPE = {"frame": (16, 1024), "measure": (32, 2048), "commit": (16, 2048), "add_up": (2, 256), "move": (2, 256)}
+SHAPE = {"frame": (16, 1024), "measure": (32, 1024), "commit": (16, 2048), "add_up": (2, 512), "move": (2, 256)}
+PARTS = 16  # programs that share a block whose units do not go by each other
 HANDS = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
 
 
@@ -61,9 +62,12 @@ class Room:
     """What a layout needs on the device from step to step."""
 
     def __init__(self, layout: Any) -> None:
-        blocks, device, count = layout.blocks, layout.device, len(layout.blocks)
+        blocks, device, count, shapes = layout.blocks, layout.device, len(layout.blocks), tables.shapes(layout)
+        self.width = 0  # of what is kept for each input, where every layer's begin evenly
+        for row in shapes:
+            row[tables.BASE], self.width = self.width, self.width + -(-row[tables.ALL_INPUTS] // 8) * 8
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
-        self.shapes = torch.tensor(tables.shapes(layout), dtype=torch.int64).to(device)
+        self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
         self.owner = layout.units.owner.to(torch.int32)
         self.addresses = Sent(count, tables.ADDRESSES, torch.int64, device)
         self.settings = Sent(count, tables.SETTINGS, torch.float32, device)
@@ -72,13 +76,11 @@ class Room:
         groups = [[b.group, *b.bias_groups[:1]] for b in blocks]
         both = [[*(number[id(g)] for g in some), *[len(number)] * (2 - len(some))] for some in groups]
         self.group_of = torch.tensor(both).to(device)  # of each block's weight and bias; the last: no bias
-        inputs, units = layout.identity + 1, layout.total
-        self.vectors = torch.ones(4, inputs, device=device)  # μ, α, spread, fresh spread
-        self.vectors[0] = 0
-        self.fresh = torch.zeros(2, inputs, device=device)  # Σ(x − c), Σ(x − c)² of the batch
+        self.vectors = torch.ones(4, self.width, device=device)  # μ, α, spread, fresh spread
+        self.fresh = torch.zeros(2, self.width, device=device)  # Σ(x − c), Σ(x − c)² of the batch
         self.layers = torch.ones(4, count, device=device)  # β, S, usable, inputs raised
-        self.sums = torch.zeros(SUMS, units, device=device)
-        self.motion = torch.zeros(3, units, device=device)
+        self.sums = torch.zeros(SUMS, layout.total, device=device)
+        self.motion = torch.zeros(3, layout.total, device=device)
         self.counters = layout.last if layout.guarded else self.layers, layout.fired if layout.guarded else self.layers
 
 
@@ -101,7 +103,7 @@ class TritonStep:
         self.settings = self._settings()
         room, count = self.room, len(layout.blocks)
         arguments = (self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers)
-        sizes = layout.identity + 1, count
+        sizes = room.width, count
         warps, block = SHAPE["frame"]
         constants = {"LINEAR": linear, "STEADY": STEADY, "SLOTS": MOST_SLOTS, "BLOCK": block}
         _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, warps, **constants)
@@ -112,7 +114,7 @@ class TritonStep:
         lay, room = self.layout, self.room
         warps, block = SHAPE[name]
         tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
-        arguments = (self.addresses, room.shapes, self.settings, *tensors, lay.identity + 1, lay.total)
+        arguments = (self.addresses, room.shapes, self.settings, *tensors, room.width, lay.total)
         _kernels()[name](
             room.key,
             (lay.total, 1, 1),
@@ -139,7 +141,7 @@ class TritonStep:
         warps, block = SHAPE["measure"]
         _kernels()["measure"](
             room.key,
-            (len(lay.blocks), 1, 1),
+            (len(lay.blocks), PARTS, 1),
             (self.addresses, *tensors, *sizes),
             warps,
             EVEN=self.even,
@@ -157,7 +159,7 @@ class TritonStep:
         lay, room = self.layout, self.room
         if lay.shared:
             tensors = self.addresses, room.shapes, self.settings, room.fresh, room.layers, ok
-            sizes = lay.identity + 1, len(lay.blocks)
+            sizes = room.width, len(lay.blocks)
             warps, block = SHAPE["commit"]
             _kernels()["commit"](room.key, (len(lay.blocks), 1, 1), tensors + sizes, warps, BLOCK=block)
 
@@ -201,6 +203,7 @@ class TritonStep:
 
 @cache
 def _kernels() -> dict[str, Launcher]:
-    from . import triton_step as t
+    from . import triton_inputs, triton_rows, triton_units
 
-    return {kernel.__name__: Launcher(kernel) for kernel in (t.frame, t.add_up, t.measure, t.move, t.commit)}
+    found = triton_inputs.frame, triton_rows.add_up, triton_units.measure, triton_rows.move, triton_inputs.commit
+    return {kernel.__name__: Launcher(kernel) for kernel in found}

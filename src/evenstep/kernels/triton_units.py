@@ -1,0 +1,118 @@
+# ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
+"""The Triton code of `kernels.step` along the units of a layer: how far each may move.
+
+Where units do not go by each other, several programs share a block's: embeddings have many.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_pointers import SIZES, floats
+
+
+@triton.jit(do_not_specialize=SIZES)
+def measure(
+    addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
+    EVEN: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, PROJECT: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
+    start, count, flags = tl.load(s + 5), tl.load(s + 7).to(tl.int32), tl.load(s + 6)
+    good = tl.load(ok) != 0
+    rate, bias_rate = tl.load(g) * tl.load(g + 2), tl.load(g + 1) * tl.load(g + 2)
+    beta, radius, damping = tl.load(layers + block), tl.load(g + 5), tl.load(g + 10)
+    together = (radius < float("inf")) | (damping > 0)  # units go by each other: one program for all of them
+    if together & (part > 0):
+        return
+    parts = tl.where(together, 1, parts)
+    squares = floats(tl.load(p + 13))
+    kept = 0.0
+    mean = 0.0
+    if EVEN:
+        decay = tl.load(g + 8)
+        mass = decay * tl.load(floats(tl.load(p + 14))) + (1 - decay)  # kept by `move`: other programs read it here
+        kept = (1 - decay) / mass
+        if damping > 0:
+            total = tl.zeros([BLOCK], dtype=tl.float32)
+            for begin in range(0, count, BLOCK):
+                j = begin + tl.arange(0, BLOCK)
+                here = j < count
+                old = tl.load(squares + j, mask=here, other=0.0)
+                total += old + kept * (tl.load(sums + start + j, mask=here, other=0.0) - old)
+            mean = damping * tl.sum(total, 0) / count
+    logs = tl.zeros([BLOCK], dtype=tl.float32)
+    moves = tl.zeros([BLOCK], dtype=tl.float32)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    held = tl.zeros([BLOCK], dtype=tl.float32)
+    bound2 = radius * radius
+    for turn in tl.static_range(TURNS):
+        for begin in range(part * BLOCK, count, parts * BLOCK):
+            j = begin + tl.arange(0, BLOCK)
+            here = j < count
+            at = sums + start + j
+            along = tl.load(at + units, mask=here, other=0.0)
+            scale = beta
+            if EVEN:
+                square, old = tl.load(at, mask=here, other=0.0), tl.load(squares + j, mask=here, other=0.0)
+                average = old + kept * (square - old)
+                under = tl.maximum(average, square) + mean + tl.load(g + 9)
+                clear = under > 1.1754943508222875e-38
+                scale = tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
+                if (flags & 32) != 0:
+                    scale *= tl.maximum(tl.sqrt(tl.load(at + 5 * units, mask=here, other=0.0)), 1.0)
+            step = rate * scale
+            bias_step = bias_rate * scale * tl.load(at + 6 * units, mask=here, other=0.0)
+            back = along * 0.0
+            factor = along * 0.0 + 1.0
+            if PROJECT:
+                back = tl.load(at + 8 * units, mask=here, other=0.0) * along
+            if GUARD:
+                level = bias_step
+                stretch = tl.load(at + 2 * units, mask=here, other=0.0)
+                if PROJECT:
+                    bend = tl.load(motion + start + j, mask=here, other=0.0)
+                    bent2 = tl.load(at + 3 * units, mask=here, other=0.0)
+                    alone = (flags & 3) == 2
+                    level = tl.where(
+                        alone, step * (along - back * tl.load(at + 9 * units, mask=here, other=0.0)), level
+                    )
+                    stretch = tl.where(alone, tl.maximum(stretch - 2 * back * bend + back * back * bent2, 0.0), stretch)
+                step2 = level * level + step * step * stretch
+                tall = tl.load(at + 4 * units, mask=here, other=0.0)
+                unit2 = tl.maximum(tall * tall + tl.load(at + 5 * units, mask=here, other=0.0), floor * floor)
+                relative2 = step2 / unit2
+                if turn == 0:
+                    moving = here & (relative2 > 0)
+                    logs += tl.where(moving, tl.log(tl.where(moving, relative2, 1.0)), 0.0)
+                    moves += tl.where(moving, 1.0, 0.0)
+                    largest = tl.maximum(largest, tl.where(here, relative2, 0.0))
+                else:
+                    over = relative2 > bound2
+                    factor = tl.where(over, tl.sqrt(bound2 / tl.where(over, relative2, 1.0)), 1.0)
+                    held += tl.where(here & over, 1.0, 0.0)
+            if turn == TURNS - 1:
+                to = motion + start + j
+                tl.store(to, -step * factor, mask=here)
+                tl.store(to + units, back, mask=here)
+                tl.store(to + 2 * units, (step * along - bias_step) * factor, mask=here)
+                if EVEN:
+                    if good:
+                        tl.store(squares + j, average, mask=here)
+        if GUARD:
+            if CROWD > 0:
+                if turn == 0:
+                    number = tl.sum(moves, 0)
+                    typical2 = tl.exp(tl.sum(logs, 0) / tl.maximum(number, 1.0))
+                    crowd2 = tl.maximum(CROWD * CROWD * typical2, bound2 / 100)
+                    bound2 = tl.where(number > 0, tl.minimum(bound2, crowd2), bound2)
+    if (flags & 4) != 0:
+        mine = tl.load(s + 10) * 3
+        raised = tl.where((flags & 2) != 0, tl.load(layers + 3 * blocks + block), 0.0)
+        stopped = tl.sum(held, 0)
+        tl.store(last + mine, raised)
+        tl.store(last + mine + 1, stopped)
+        tl.store(last + mine + 2, tl.where(radius < float("inf"), tl.sqrt(tl.max(largest, 0)), 0.0))
+        tl.store(fired + mine, tl.load(fired + mine) + raised)
+        tl.store(fired + mine + 1, tl.load(fired + mine + 1) + stopped)
+        tl.store(fired + mine + 2, tl.load(fired + mine + 2) + 1)
