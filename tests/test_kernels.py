@@ -1,6 +1,7 @@
 """Kernels against the plain versions and float64 (GPU), and the step of many blocks against the loop (any device)."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 import evenstep
 from conftest import needs_c
 from evenstep.kernels import moments as kernel
+from evenstep.kernels import tables
 from evenstep.layers import Look
 from evenstep.moments import batch_moments
 from evenstep.stages import Stage
@@ -17,18 +19,15 @@ from evenstep.stages import Stage
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-NARROW = 11, 12, 20, 18, 4, 6, 8
-
-
 class Net(nn.Module):
-    """Every way a block can move: biases and none, groups, a norm, an embedding, a bare parameter, a frozen bias.
+    """Every way a block can move: biases and none, groups, a norm, an embedding, bare parameters, a frozen bias.
 
-    Of a wide one rows lie evenly in memory, and the embedding has more than one program of a kernel takes.
+    Of a wide one rows lie evenly in memory.
     """
 
-    def __init__(self, wide=False):
+    def __init__(self, wide=False, rows=11, long=6):
         super().__init__()
-        rows, token, first, second, self.maps, maps, last = (5000, 16, 24, 32, 8, 16, 16) if wide else NARROW
+        token, first, second, self.maps, maps, last = (16, 24, 32, 8, 16, 16) if wide else (12, 20, 18, 4, 6, 8)
         self.token = nn.Embedding(rows, token)
         self.first, self.norm = nn.Linear(token, first, bias=False), nn.LayerNorm(first)
         self.second, self.frozen = nn.Linear(first, second), nn.Linear(second, 9 * self.maps)
@@ -36,7 +35,7 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(self.maps, maps, 3, padding=1)
         self.depth = nn.Conv2d(maps, maps, 3, groups=maps, bias=False)
         self.grouped, self.last = nn.Conv2d(maps, last, 2, groups=2), nn.Linear(last, 3)
-        self.scale = nn.Parameter(torch.ones(3, 1))
+        self.scale, self.places = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.randn(2, long))
         for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs vary: whitening rounds little
             nn.init.zeros_(layer.bias)
             nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
@@ -45,7 +44,8 @@ class Net(nn.Module):
         x = self.norm(self.first(self.token(tokens)).relu())
         x = self.frozen(self.second(x).relu()).view(-1, self.maps, 3, 3).relu()
         x = self.grouped(nn.functional.pad(self.depth(self.conv(x).relu()), (1, 1, 1, 1))).relu().mean((2, 3))
-        return self.last(x) * self.scale.sum()
+        places = self.places * torch.linspace(-1, 1, self.places.numel(), device=x.device).view_as(self.places)
+        return self.last(x) * self.scale.sum() + places.mean(1).sum().to(x.dtype)
 
 
 OPTIMIZERS = {
@@ -155,8 +155,24 @@ def test_kernels_in_single_precision_are_one_by_one(device, how, name, poison):
 def test_rows_that_lie_evenly_and_many_of_them(device, how, name, lying):
     torch.manual_seed(3)
     layout = torch.channels_last if lying == "channels-last" else torch.contiguous_format
-    model = Net(wide=True).to(device).to(memory_format=layout)
+    model = Net(wide=True, rows=5000, long=197 * 96).to(device).to(memory_format=layout)
     assert_steps_agree(name, model, device, 2e-4, steps=4, by=how, shifted=lying == "off")
+
+
+@pytest.mark.parametrize(
+    ("outside", "units", "columns", "expected"),
+    [
+        (True, 1, 197 * 768, 197),  # a ViT's positions
+        (True, 1, 1024, 1),  # short
+        (True, 300, 197 * 768, 1),  # many
+        (True, 1, 16411, 0),  # a prime
+        (True, 2, 3 * 16411, 0),
+        (True, 1, 19 * 945, 19),  # into odd ones
+        (False, 10, 197 * 768, 0),  # a layer's
+    ],
+)
+def test_long_rows_are_cut_where_that_can_be(outside, units, columns, expected):
+    assert tables.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

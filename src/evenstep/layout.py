@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .blocks import Block
 from .constants import STEADY
-from .kernels import native_step
+from .kernels import native_step, tables
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
 from .segments import Segments
@@ -28,14 +28,11 @@ def fits(block: Block, stage: Stage | None) -> bool:
         return False
     if stage is not None and block.treatment == "whitened" and stage.inputs != inputs_of(block):
         return False
-    if weight.device.type != "cpu" and weight.numel() // block.units > LONG and block.units < FEW:
+    if weight.device.type != "cpu" and not tables.pieces(block, block.units, weight.numel() // block.units):
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, block.units) for b in biases)
     lying = all(t.is_contiguous() for t in biases) and not any(t.is_neg() for t in (weight, *biases))
     return len(biases) < 2 and alike and lying and inner(block) is not None
-
-
-LONG, FEW = 16384, 264  # columns of a row that one program of the kernels would be long with, unless there are many
 
 
 def rows_serve(weight: Tensor, capturable: bool) -> bool:

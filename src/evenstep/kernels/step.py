@@ -63,12 +63,16 @@ class Room:
 
     def __init__(self, layout: Any) -> None:
         blocks, device, count, shapes = layout.blocks, layout.device, len(layout.blocks), tables.shapes(layout)
-        self.width = 0  # of what is kept for each input, where every layer's begin evenly
-        for row in shapes:
+        self.width = self.total = 0  # inputs, each layer's beginning evenly, and units, pieces of long rows apart
+        for block, row in zip(blocks, shapes, strict=True):
+            row[tables.PIECES] = cut = tables.pieces(block, row[tables.UNITS], row[tables.COLUMNS]) or 1
+            row[tables.COLUMNS], row[tables.UNITS] = row[tables.COLUMNS] // cut, row[tables.UNITS] * cut
             row[tables.BASE], self.width = self.width, self.width + -(-row[tables.ALL_INPUTS] // 8) * 8
+            row[tables.START], self.total = self.total, self.total + row[tables.UNITS]
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
-        self.owner = layout.units.owner.to(torch.int32)
+        sizes = torch.tensor([row[tables.UNITS] for row in shapes])
+        self.owner = torch.arange(count, dtype=torch.int32).repeat_interleave(sizes).to(device)
         self.addresses = Sent(count, tables.ADDRESSES, torch.int64, device)
         self.settings = Sent(count, tables.SETTINGS, torch.float32, device)
         self.set_to: list[Any] | None = None  # the groups' settings that the table has
@@ -79,8 +83,8 @@ class Room:
         self.vectors = torch.ones(4, self.width, device=device)  # μ, α, spread, fresh spread
         self.fresh = torch.zeros(2, self.width, device=device)  # Σ(x − c), Σ(x − c)² of the batch
         self.layers = torch.ones(4, count, device=device)  # β, S, usable, inputs raised
-        self.sums = torch.zeros(SUMS, layout.total, device=device)
-        self.motion = torch.zeros(3, layout.total, device=device)
+        self.sums = torch.zeros(SUMS, self.total, device=device)
+        self.motion = torch.zeros(3, self.total, device=device)
         self.counters = layout.last if layout.guarded else self.layers, layout.fired if layout.guarded else self.layers
 
 
@@ -114,10 +118,10 @@ class TritonStep:
         lay, room = self.layout, self.room
         warps, block = SHAPE[name]
         tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
-        arguments = (self.addresses, room.shapes, self.settings, *tensors, room.width, lay.total)
+        arguments = (self.addresses, room.shapes, self.settings, *tensors, room.width, room.total)
         _kernels()[name](
             room.key,
-            (lay.total, 1, 1),
+            (room.total, 1, 1),
             arguments,
             warps,
             MOMENTUM=float(self.momentum),
@@ -129,15 +133,15 @@ class TritonStep:
         )
 
     def finite(self) -> Tensor:
-        """Whether all gradients are finite."""
-        return torch.isfinite(self.room.sums[0]).all()
+        """Whether all gradients are finite: no unit's sum of squares is infinite or NaN."""
+        return self.room.sums[0].amax() < torch.inf
 
     def move(self, ok: Tensor | None, floor: float) -> None:
         """Make the step, unless the mask `ok` says no."""
         lay, room = self.layout, self.room
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
         tensors = room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok
-        sizes = lay.total, len(lay.blocks), float(floor), 1 - float(self.momentum)
+        sizes = room.total, len(lay.blocks), float(floor), 1 - float(self.momentum)
         warps, block = SHAPE["measure"]
         _kernels()["measure"](
             room.key,

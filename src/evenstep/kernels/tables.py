@@ -30,7 +30,21 @@ from torch import Tensor
 ) = range(17)
 ADDRESSES = STEP
 # of the table of shapes
-COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS, ALL_INPUTS, SLOT_COUNT, GUARD, SHAPES = range(12)
+(
+    COLUMNS,
+    INPUTS,
+    INNER,
+    PER_GROUP,
+    BASE,
+    START,
+    FLAGS,
+    UNITS,
+    ALL_INPUTS,
+    SLOT_COUNT,
+    GUARD,
+    PIECES,
+    SHAPES,
+) = range(13)
 # and of the table of settings
 (
     RATE,
@@ -50,6 +64,8 @@ COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS, ALL_INPUTS, SLOT_C
 ) = range(14)
 # flags: the bias trains; moments; counted; maximize; β; outside layers
 TRAINED, MOVING, GUARDED, FLIPPED, SHARED, OUTSIDE = 1, 2, 4, 8, 16, 32
+LONG, FEW = 16384, 264  # columns of a row that one program of Triton's would be long with, unless there are many rows
+PIECE, LEAST = 1024, 64  # columns of a piece, at most and at least
 KEPT = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the weight, in the order of addresses
 
 
@@ -65,9 +81,20 @@ def shapes(layout: Any) -> list[list[int]]:
         rows.append([
             inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
             starts[k], flags, groups * units, groups * inputs if moving else 0,
-            stage.slot_count if moving else 0, guarded.get(k, -1),
+            stage.slot_count if moving else 0, guarded.get(k, -1), 1,
         ])  # fmt: skip
     return rows
+
+
+def pieces(block: Any, units: int, columns: int) -> int:
+    """Into how many rows of their own Triton's programs take a row; 1 if it is taken whole, 0 if there is no good way.
+
+    Rows of a layer would need sums over their pieces of all that guards go by.
+    """
+    if columns <= LONG or units >= FEW:
+        return 1
+    whole = [n for n in range(-(-columns // PIECE), columns // LEAST + 1) if columns % n == 0 and block.entry is None]
+    return next((n for n in whole if columns // n % 8 == 0), whole[0] if whole else 0)
 
 
 def settings(layout: Any) -> list[list[float]]:

@@ -102,7 +102,7 @@ def add_up(
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
-    p, s = addresses + block * 15, shapes + block * 11
+    p, s = addresses + block * 15, shapes + block * 12
     flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, KIND)
     shift = 0.0
     direction = 0.0
@@ -200,7 +200,7 @@ def move(
         return
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
-    p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
+    p, s, g = addresses + block * 15, shapes + block * 12, settings + block * 13
     flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, KIND)
     shift = tl.load(sums + 7 * units + unit)
     gain, back = tl.load(motion + unit), tl.load(motion + units + unit)

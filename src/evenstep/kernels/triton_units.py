@@ -10,6 +10,35 @@ import triton.language as tl
 from .triton_pointers import SIZES, floats
 
 
+@triton.jit
+def even_scale(average, square, mean, eps, one):
+    under = tl.maximum(average, square) + mean + eps
+    clear = under > 1.1754943508222875e-38
+    return tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
+
+
+@triton.jit
+def measure_pieces(
+    u, pieces, sums, motion, squares, units, kept, rate, eps, one, good, BLOCK: tl.constexpr
+):  # fmt: skip
+    square = tl.zeros([BLOCK], dtype=tl.float32)
+    length2 = tl.zeros([BLOCK], dtype=tl.float32)
+    for begin in range(0, pieces, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        square += tl.load(sums + u * pieces + j, mask=j < pieces, other=0.0)
+        length2 += tl.load(sums + 5 * units + u * pieces + j, mask=j < pieces, other=0.0)
+    whole, old = tl.sum(square, 0), tl.load(squares + u)
+    average = old + kept * (whole - old)
+    step = rate * even_scale(average, whole, 0.0, eps, one) * tl.maximum(tl.sqrt(tl.sum(length2, 0)), 1.0)
+    for begin in range(0, pieces, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        to = motion + u * pieces + j
+        tl.store(to, tl.zeros([BLOCK], dtype=tl.float32) - step, mask=j < pieces)
+        tl.store(to + units, tl.zeros([BLOCK], dtype=tl.float32), mask=j < pieces)
+    if good:
+        tl.store(squares + u, average)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
@@ -17,7 +46,7 @@ def measure(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    p, s, g = addresses + block * 15, shapes + block * 11, settings + block * 13
+    p, s, g = addresses + block * 15, shapes + block * 12, settings + block * 13
     start, count, flags = tl.load(s + 5), tl.load(s + 7).to(tl.int32), tl.load(s + 6)
     good = tl.load(ok) != 0
     rate, bias_rate = tl.load(g) * tl.load(g + 2), tl.load(g + 1) * tl.load(g + 2)
@@ -41,6 +70,14 @@ def measure(
                 old = tl.load(squares + j, mask=here, other=0.0)
                 total += old + kept * (tl.load(sums + start + j, mask=here, other=0.0) - old)
             mean = damping * tl.sum(total, 0) / count
+        pieces = tl.load(s + 11).to(tl.int32)
+        if pieces > 1:  # of rows outside layers, which go by their own sums alone
+            for u in range(part, count // pieces, parts):
+                sums_here, motion_here, eps = sums + start, motion + start, tl.load(g + 9)
+                measure_pieces(
+                    u, pieces, sums_here, motion_here, squares, units, kept, rate, eps, one, good, BLOCK
+                )  # fmt: skip
+            count = 0
     logs = tl.zeros([BLOCK], dtype=tl.float32)
     moves = tl.zeros([BLOCK], dtype=tl.float32)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
@@ -56,9 +93,7 @@ def measure(
             if EVEN:
                 square, old = tl.load(at, mask=here, other=0.0), tl.load(squares + j, mask=here, other=0.0)
                 average = old + kept * (square - old)
-                under = tl.maximum(average, square) + mean + tl.load(g + 9)
-                clear = under > 1.1754943508222875e-38
-                scale = tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
+                scale = even_scale(average, square, mean, tl.load(g + 9), one)
                 if (flags & 32) != 0:
                     scale *= tl.maximum(tl.sqrt(tl.load(at + 5 * units, mask=here, other=0.0)), 1.0)
             step = rate * scale
