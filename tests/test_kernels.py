@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 import evenstep
 from conftest import needs_c
+from evenstep.kernels import launch, tables
 from evenstep.kernels import moments as kernel
-from evenstep.kernels import tables
 from evenstep.layers import Look
 from evenstep.moments import batch_moments
 from evenstep.stages import Stage
@@ -274,3 +274,25 @@ def test_a_network_on_two_devices_steps_with_both_parts_or_none(where, cls):
         same = [torch.equal(a, b) for a, b in zip(before, parts.parameters(), strict=True)]
         assert same == [step == 1] * 4
     assert optimizer.nonfinite_steps == 1
+
+
+def test_kernels_go_to_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device: a model may be on another."""
+    gone_to = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            gone_to.append(self.device.index)
+
+        def __exit__(self, *_):
+            gone_to.append(None)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for device in ("cpu", "cuda:0", "cuda:1"):
+        with launch.on(torch.device(device)):
+            gone_to.append(device)
+    assert gone_to == ["cpu", "cuda:0", 1, "cuda:1", None]

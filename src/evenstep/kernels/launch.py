@@ -6,7 +6,17 @@ on the build is called directly.
 """
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Where kernels on tensors of this device are launched: Triton takes the current device, whatever they are on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class Launcher:

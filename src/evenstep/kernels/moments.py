@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..moments import thinned
-from .launch import Launcher
+from .launch import Launcher, on
 
 SLOTS = 16
 PROGRAMS = 768  # more than these only wait for each other
@@ -140,7 +140,8 @@ def merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def launch(call: Call, *tensors: Tensor) -> None:
     """Run the kernel."""
-    _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
+    with on(tensors[0].device):
+        _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
 
 
 @cache

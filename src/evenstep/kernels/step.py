@@ -13,7 +13,7 @@ from torch import Tensor
 from ..constants import STEADY
 from ..guards import CROWD
 from . import tables
-from .launch import Launcher
+from .launch import Launcher, on
 from .moments import SLOTS as MOST_SLOTS
 from .moments import available
 
@@ -102,34 +102,39 @@ class TritonStep:
         self.momentum = layout.blocks[0].group["momentum"]
         self.kept: list[Tensor] = []  # gradients in the weight's own layout, alive until the step is made
         rows = [self._addresses(k, block, state) for k, block in enumerate(layout.blocks)]
-        layout.captured |= torch.cuda.is_current_stream_capturing()
-        self.addresses = self.room.addresses.send(rows)
-        self.settings = self._settings()
+        with on(layout.device):
+            layout.captured |= torch.cuda.is_current_stream_capturing()
+            self.addresses = self.room.addresses.send(rows)
+            self.settings = self._settings()
         room, count = self.room, len(layout.blocks)
-        arguments = (self.addresses, room.shapes, self.settings, room.vectors, room.fresh, room.layers)
-        sizes = room.width, count
-        warps, block = SHAPE["frame"]
-        constants = {"LINEAR": linear, "STEADY": STEADY, "SLOTS": MOST_SLOTS, "BLOCK": block}
-        _kernels()["frame"](self.room.key, (count, 1, 1), arguments + sizes, warps, **constants)
+        tensors = room.shapes, self.settings, room.vectors, room.fresh, room.layers, room.width, count
+        self._launch("frame", count, *tensors, LINEAR=linear, STEADY=STEADY, SLOTS=MOST_SLOTS)
         self._rows("add_up")
+
+    def _launch(self, name: str, programs: int, *arguments: Any, parts: int = 1, **constants: Any) -> None:
+        """Launch a kernel with so many programs, `parts` times over."""
+        warps, block = SHAPE[name]
+        with on(self.layout.device):
+            kernel, grid = _kernels()[name], (programs, parts, 1)
+            kernel(self.room.key, grid, (self.addresses, *arguments), warps, **constants, BLOCK=block)
 
     def _rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
         lay, room = self.layout, self.room
-        warps, block = SHAPE[name]
         tensors = room.owner, room.vectors, room.layers, room.sums, room.motion, room.owner if ok is None else ok
-        arguments = (self.addresses, room.shapes, self.settings, *tensors, room.width, room.total)
-        _kernels()[name](
-            room.key,
-            (room.total, 1, 1),
-            arguments,
-            warps,
+        self._launch(
+            name,
+            room.total,
+            room.shapes,
+            self.settings,
+            *tensors,
+            room.width,
+            room.total,
             MOMENTUM=float(self.momentum),
             HAS_MOMENTUM=bool(self.momentum),
             AHEAD=self.even,
             PROJECT=bool(lay.unbiased),
             KIND=KINDS[lay.blocks[0].weight.dtype],
-            BLOCK=block,
         )
 
     def finite(self) -> Tensor:
@@ -141,31 +146,30 @@ class TritonStep:
         lay, room = self.layout, self.room
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
         tensors = room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok
-        sizes = room.total, len(lay.blocks), float(floor), 1 - float(self.momentum)
-        warps, block = SHAPE["measure"]
-        _kernels()["measure"](
-            room.key,
-            (len(lay.blocks), PARTS, 1),
-            (self.addresses, *tensors, *sizes),
-            warps,
+        self._launch(
+            "measure",
+            len(lay.blocks),
+            *tensors,
+            room.total,
+            len(lay.blocks),
+            float(floor),
+            1 - float(self.momentum),
+            parts=PARTS,
             EVEN=self.even,
             GUARD=guarded,
             CROWD=0.0 if self.linear else CROWD,
             PROJECT=bool(lay.unbiased),
             TURNS=1 + guarded,
-            BLOCK=block,
         )
         self._rows("move", ok)
         torch.autograd.graph.increment_version(lay.parameters)
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the running moments, and the next ones be summed about them."""
-        lay, room = self.layout, self.room
+        lay, room, count = self.layout, self.room, len(self.layout.blocks)
         if lay.shared:
-            tensors = self.addresses, room.shapes, self.settings, room.fresh, room.layers, ok
-            sizes = room.width, len(lay.blocks)
-            warps, block = SHAPE["commit"]
-            _kernels()["commit"](room.key, (len(lay.blocks), 1, 1), tensors + sizes, warps, BLOCK=block)
+            tensors = room.shapes, self.settings, room.fresh, room.layers, ok
+            self._launch("commit", count, *tensors, room.width, count)
 
     def _addresses(self, k: int, block: Any, state: Any) -> list[int]:
         lay, stage, mine = self.layout, self.layout.stages[k], state[block.weight]
