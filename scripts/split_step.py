@@ -95,8 +95,6 @@ def main() -> None:
         args.model, ("sgd", "evenstep"), "cuda", rounds=args.rounds, compiled=args.compiled, autocast=args.autocast,
         channels_last=args.channels_last,
     )  # fmt: skip
-    if args.compiled:
-        __import__("torch._dynamo")  # now: our optimizers let it tell modules with hooks from others
     both = [bench.Contender(name, setting) for name in setting.contenders]
     for contender in both:
         for _ in range(5):

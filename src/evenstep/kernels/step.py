@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..constants import STEADY
 from ..guards import CROWD
+from ..segments import Segments
 from . import tables
 from .launch import Launcher, on
 from .moments import SLOTS as MOST_SLOTS
@@ -71,8 +72,7 @@ class Room:
             row[tables.START], self.total = self.total, self.total + row[tables.UNITS]
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device)
-        sizes = torch.tensor([row[tables.UNITS] for row in shapes])
-        self.owner = torch.arange(count, dtype=torch.int32).repeat_interleave(sizes).to(device)
+        self.owner = Segments.of([row[tables.UNITS] for row in shapes], device).owner.to(torch.int32)
         self.addresses = Sent(count, tables.ADDRESSES, torch.int64, device)
         self.settings = Sent(count, tables.SETTINGS, torch.float32, device)
         self.set_to: list[Any] | None = None  # the groups' settings that the table has

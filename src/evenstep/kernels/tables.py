@@ -93,8 +93,9 @@ def pieces(block: Any, units: int, columns: int) -> int:
     """
     if columns <= LONG or units >= FEW:
         return 1
-    whole = [n for n in range(-(-columns // PIECE), columns // LEAST + 1) if columns % n == 0 and block.entry is None]
-    return next((n for n in whole if columns // n % 8 == 0), whole[0] if whole else 0)
+    lengths = [n for n in range(PIECE, LEAST - 1, -1) if columns % n == 0] if block.entry is None else []
+    even = [n for n in lengths if n % 8 == 0]
+    return columns // (even or lengths)[0] if lengths else 0
 
 
 def settings(layout: Any) -> list[list[float]]:

@@ -127,6 +127,8 @@ class Contender:
         self.x, self.y = subject.batch(setting.batch, setting.width, device)
         if setting.channels_last:
             self.x = self.x.to(memory_format=layout)
+        if setting.compiled:
+            importlib.import_module("torch._dynamo")  # now: our optimizers let it tell modules with hooks from others
         self.optimizer = CONTENDERS[name](self.model)
         self.call = torch.compile(self.model) if setting.compiled else self.model
 
@@ -186,8 +188,6 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
         torch.set_num_threads(setting.threads)
     if torch.device(setting.device).type == "cpu":
         steady_heap()
-    if setting.compiled:
-        importlib.import_module("torch._dynamo")  # now: our optimizers let it tell modules with hooks from others
     contenders = [Contender(name, setting) for name in taking_part(setting)]
     device = contenders[0].device
     memory = {}
