@@ -30,6 +30,7 @@ ORDER = [
     "frames",
     "rules",
     "proxies",
+    "given",
     "report",
     "motion",
     "layout",

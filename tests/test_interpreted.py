@@ -30,7 +30,7 @@ import sys, warnings
 import torch
 sys.path.insert(0, {tests!r})
 import test_kernels as t
-from evenstep import shell, together
+from evenstep import layout, shell
 from evenstep.kernels import native, step, tables
 
 native.library = lambda dtype: None
@@ -54,20 +54,26 @@ make, commit = step.TritonStep.move, step.TritonStep.commit
 step.TritonStep.move = lambda self, ok, floor: make(self, yes, floor)
 step.TritonStep.commit = lambda self, ok: commit(self, yes)
 warnings.simplefilter("ignore")
+by = "torch"  # for all that layouts know
+layout.shows = lambda block, joint: not joint or layout.inner(block) == block.matrix(block.weight).shape[3]
 for name in {names!r}:
     for poison in ((), (1,)):
         torch.manual_seed(3)
-        t.assert_steps_agree(name, t.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")
+        t.assert_steps_agree(name, t.Net(), "cpu", 1e-3, steps=3, poison=poison, by=by)
     step.SHAPE["measure"] = 1, 16  # so that several programs share the embedding
     tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
-    t.assert_steps_agree(name, t.Net(wide=True, rows=40, long=19 * 24), "cpu", 1e-3, steps=2, by="torch")
+    t.assert_steps_agree(name, t.Net(wide=True, rows=40, long=19 * 24), "cpu", 1e-3, steps=2, by=by)
     print(name, "agrees", flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["sg", "momentum", "unguarded", "fan-in", "even", "even-plain", "even-tight", "even-tensor-lr"]
+    "name",
+    [
+        *("sg", "momentum", "unguarded", "fan-in", "even", "even-plain", "even-tight", "even-tensor-lr"),
+        *("adamw", "adamw-tight", "nesterov-joint"),
+    ],
 )
 def test_kernels_by_the_interpreter(name):
     pytest.importorskip("triton")
@@ -152,10 +158,11 @@ for flag in (True, False):
     built("commit")
     for other in (True, False):
         crowd = 3.0 if flag else 0.0
-        built("measure", EVEN=flag, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other)
-        for name in ("add_up", "move"):
-            sizes = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
-            built(name, **sizes, KIND="bfloat16" if flag else "float32")
+        for given in (False, not flag):
+            built("measure", EVEN=flag, GIVEN=given, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other)
+            for name in ("add_up", "move", *(["show"] if given else [])):
+                sizes = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
+                built(name, **sizes, GIVEN=given, KIND="bfloat16" if flag != given else "float32")
     for width, tall in TALL.items():
         build(triton_moments.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)
 """

@@ -21,7 +21,7 @@ from small_images import small_arrays
 
 ARRAYS = small_arrays()
 TRIALS = [Trial("sg", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(4)]
-EVEN = [Trial("evenstep", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(5)]
+MEMBERS = [Trial("canonical", 1e-5 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(5)]
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # pytest-xdist is
 
 
@@ -54,9 +54,9 @@ def test_a_sweep_runs_what_is_missing_and_keeps_the_order(tmp_path, ran):
 
 def test_trials_that_are_alike_run_together(tmp_path, ran):
     out, seen = tmp_path / "records.jsonl", []
-    mixed = [EVEN[0], TRIALS[0], *EVEN[1:], TRIALS[1]]
+    mixed = [MEMBERS[0], TRIALS[0], *MEMBERS[1:], TRIALS[1]]
     found = sweep.sweep(mixed, ARRAYS, out, members=3, on_epoch=lambda trial, row: seen.append((trial, row["epoch"])))
-    assert ran == [EVEN[:3], EVEN[3:], [TRIALS[0]], [TRIALS[1]]]
+    assert ran == [MEMBERS[:3], MEMBERS[3:], [TRIALS[0]], [TRIALS[1]]]
     assert keys(found) == wanted(mixed) and {t.lr for t, _ in seen} == {t.lr for t in mixed} and len(seen) == len(mixed)
     assert [r["environment"].get("together") for r in found] == [3, None, 3, 3, 2, 2, None]
 
@@ -64,7 +64,7 @@ def test_trials_that_are_alike_run_together(tmp_path, ran):
 def test_what_fails_stops_nothing_else(tmp_path, monkeypatch):
     """An ensemble and a trial that is alone; the others are run and recorded, then the first error comes."""
     out = tmp_path / "records.jsonl"
-    broken = Trial("evenstep", 0.1, epochs=1, batch_size=5, options={"damping": 0.5}), Trial("sg", 0.5, epochs=1)
+    broken = Trial("canonical", 1e-5, epochs=1, batch_size=5, options={"damping": 0.5}), Trial("sg", 0.5, epochs=1)
     for name, method in (("ensemble", "_ensemble"), ("alone", "run")):
         module = together if name == "ensemble" else sweep
         really = getattr(module, method)
@@ -75,10 +75,10 @@ def test_what_fails_stops_nothing_else(tmp_path, monkeypatch):
             return really(trials, *arguments)
 
         monkeypatch.setattr(module, method, failing)
-    trials = [broken[0], replace(broken[0], lr=0.2), *EVEN, broken[1], *TRIALS]
+    trials = [broken[0], replace(broken[0], lr=2e-5), *MEMBERS, broken[1], *TRIALS]
     with pytest.raises(RuntimeError, match="ensemble"):
         sweep.sweep(trials, ARRAYS, out, at_once=2)
-    assert sorted(keys(records.read(out))) == sorted(wanted([*EVEN, *TRIALS]))
+    assert sorted(keys(records.read(out))) == sorted(wanted([*MEMBERS, *TRIALS]))
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, ran):
@@ -108,8 +108,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from evenstep.lab import sweep
-from test_lab_sweep import ARRAYS, EVEN, TRIALS
-sweep.sweep([*TRIALS, *EVEN], ARRAYS, Path(sys.argv[1]), members=2, on_record=lambda record: time.sleep(0.3))
+from test_lab_sweep import ARRAYS, MEMBERS, TRIALS
+sweep.sweep([*TRIALS, *MEMBERS], ARRAYS, Path(sys.argv[1]), members=2, on_record=lambda record: time.sleep(0.3))
 """
 
 
@@ -124,10 +124,10 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, ran):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     before = records.read(out)
-    found = sweep.sweep([*TRIALS, *EVEN], ARRAYS, out, members=2)
+    found = sweep.sweep([*TRIALS, *MEMBERS], ARRAYS, out, members=2)
     assert 3 <= len(before) < 9 and records.read(out)[: len(before)] == before
-    assert sorted(keys(records.read(out))) == sorted(wanted([*TRIALS, *EVEN]))
-    assert keys(found) == wanted([*TRIALS, *EVEN])
+    assert sorted(keys(records.read(out))) == sorted(wanted([*TRIALS, *MEMBERS]))
+    assert keys(found) == wanted([*TRIALS, *MEMBERS])
     assert len([t for part in ran for t in part]) == 9 - len(before)
 
 
@@ -211,12 +211,12 @@ OTHERS = small_arrays(seed=1)  # of the same name
 
 def test_other_data_of_the_same_name_are_not_taken_for_these(tmp_path):
     out = tmp_path / "records.jsonl"
-    sweep.sweep(EVEN[:2] + TRIALS[:1], ARRAYS, out)
+    sweep.sweep(MEMBERS[:2] + TRIALS[:1], ARRAYS, out)
     before = out.read_bytes()
     with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called random .*another --out") as e:
         sweep.sweep(TRIALS[:1], OTHERS, out)
     assert "\n" not in str(e.value) and out.read_bytes() == before
-    assert len(sweep.sweep(EVEN[:2] + TRIALS[:2], small_arrays(), out)) == 4  # the same again, read anew
+    assert len(sweep.sweep(MEMBERS[:2] + TRIALS[:2], small_arrays(), out)) == 4  # the same again, read anew
 
 
 def test_records_without_a_digest_count_as_finished(tmp_path, ran):

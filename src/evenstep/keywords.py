@@ -24,7 +24,8 @@ MEANING = {
     "exclude": "name patterns (`fnmatch`) kept in plain coordinates",
     "maximize": "ascend",
     "foreach": "False steps layer by layer; otherwise many layers move at once where they can (`WhitenedSGD`, "
-    "`FanInSGD`, `EvenStep`); `Whitened` hands it to its rule",
+    "`FanInSGD`, `EvenStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its "
+    "rule, too)",
     "block": 'what shares a denominator: "network", "unit", "weight"',
     "bounded": "eq. 11's running mean square; False: the batch's own",
     "bias_correction": 'of that running mean; False makes `block="weight"` RMSProp exactly',

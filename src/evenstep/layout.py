@@ -1,6 +1,6 @@
 """Which blocks can move together, and where their units and inputs then lie: end to end in one tensor each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .blocks import Block
 from .constants import STEADY
-from .kernels import native_step, tables
+from .given import Given
+from .kernels import native, native_step, tables
 from .kernels import step as step_kernel
 from .moments import accumulation_dtype
 from .segments import Segments
@@ -35,6 +36,13 @@ def fits(block: Block, stage: Stage | None) -> bool:
     return len(biases) < 2 and alike and lying and inner(block) is not None
 
 
+def shows(block: Block, joint: bool) -> bool:
+    """Whether kernels can show a block to a torch rule; one that sees a matrix sees its columns in their own order."""
+    *_, kernel = block.matrix(block.weight).shape
+    there = block.weight.is_cuda or native.library(block.weight.dtype) is not None
+    return there and (not joint or inner(block) == kernel)
+
+
 def rows_serve(weight: Tensor, capturable: bool) -> bool:
     """Whether rows of such a weight can be read twice: on the CPU, or by the kernels."""
     if torch.compiler.is_compiling():
@@ -45,20 +53,27 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
 
 
 def arrange(
-    candidates: Sequence[tuple[Block, Stage | None]], blocks: Sequence[Block], state: Any
+    candidates: Sequence[tuple[Block, Stage | None]],
+    blocks: Sequence[Block],
+    state: Any,
+    joint: Callable[[Block], bool] | None = None,
 ) -> tuple[list["Layout"], list[Block]]:
     """Layouts for those of the candidates that can move together, and what is left of `blocks`.
 
-    Bare tensors without any layer go one by one on a GPU, where the kernels' tables may be larger than they are.
+    With `joint` a torch rule gives the steps, and sees as one matrix the blocks for which it holds. Bare tensors
+    without any layer go one by one on a GPU, where the kernels' tables may be larger than they are.
     """
     found: dict[Any, list[tuple[Block, Stage | None]]] = {}
     for block, stage in candidates:
-        if fits(block, stage) and uniform(block, stage, state):
-            key = block.weight.device, block.weight.dtype, block.group["momentum"]
+        if fits(block, stage) and uniform(block, stage, state) and (joint is None or shows(block, joint(block))):
+            momentum = block.group["momentum"] if joint is None else 0.0
+            key = block.weight.device, block.weight.dtype, momentum
             found.setdefault(key, []).append((block, stage))
     if not any(block.entry is not None for block, _ in candidates):
         found = {key: some for key, some in found.items() if key[0].type == "cpu"}
-    layouts = [Layout([b for b, _ in some], [s for _, s in some]) for some in found.values()]
+    layouts = [
+        Layout([b for b, _ in some], [s for _, s in some], momentum, joint) for (*_, momentum), some in found.items()
+    ]
     taken = {id(block) for some in found.values() for block, _ in some}
     return layouts, [block for block in blocks if id(block) not in taken]
 
@@ -114,9 +129,16 @@ SETTINGS = (
 class Layout:
     """Where the blocks' units and inputs lie; made once for a set of blocks."""
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None]) -> None:
-        """All on one device and in one dtype."""
-        self.blocks, self.stages = list(blocks), list(stages)
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        stages: Sequence[Stage | None],
+        momentum: float,
+        joint: Callable[[Block], bool] | None = None,
+    ) -> None:
+        """All on one device and in one dtype, with one momentum, of which there is none where a torch rule steps."""
+        self.blocks, self.stages, self.momentum = list(blocks), list(stages), momentum
+        self.given = None if joint is None else Given(blocks, joint)
         self.parameters = [p for block in blocks for p in block.parameters]
         weight = blocks[0].weight
         self.device, self.dtype = weight.device, accumulation_dtype(weight.dtype)

@@ -68,6 +68,7 @@ def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
                 id(group),
                 group["foreach"],
                 group.get("momentum"),
+                group.get("joint"),
                 group["maximize"],
                 group["capturable"],
                 as_they_lie([p for p in group["params"] if p.grad is not None]),

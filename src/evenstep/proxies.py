@@ -24,10 +24,32 @@ REFUSED = {
 }
 
 
-class Proxy(NamedTuple):
-    """A stand-in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize.
+class StandIn:
+    """A parameter that a rule moves in many steps, and what the rule knew of it in the last one."""
 
-    Of a parameter that is sharded over ranks it is this rank's part, or all of it (`whole`).
+    __slots__ = ("known", "of", "q", "size")
+
+    def __init__(self, q: nn.Parameter) -> None:
+        """`q` has a gradient."""
+        self.q, self.size = q, 0
+        self.of: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}
+
+    def remember(self, state: dict[str, Any], known: dict[str, Any]) -> None:
+        """Note what is kept in `state`, and what of it is the rule's."""
+        self.of, self.size, self.known = state, len(state), known
+
+    def remembers(self, state: dict[str, Any]) -> bool:
+        """Whether all of that is still there, and nothing else."""
+        same = self.of is state and self.size == len(state)
+        return same and all(state.get(name) is value for name, value in self.known.items())
+
+
+class Proxy(NamedTuple):
+    """What stands in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize.
+
+    Of a parameter that is sharded over ranks it is this rank's part, or all of it (`whole`). The rule moves a parameter
+    that is zero and has that gradient: one that `stays` between steps, or a new one.
     """
 
     p: Tensor
@@ -35,6 +57,15 @@ class Proxy(NamedTuple):
     group: dict[str, Any]
     lr: Any
     whole: bool = False
+    stays: StandIn | None = None
+
+    def stand_in(self) -> nn.Parameter:
+        """The parameter that the rule moves."""
+        if self.stays is not None:
+            return self.stays.q
+        q = nn.Parameter(torch.zeros_like(self.grad))
+        q.grad = self.grad
+        return q
 
     def shown(self, value: Any) -> Any:
         """What is kept of the rule's memory, as the rule is to see it."""
@@ -144,30 +175,47 @@ def steps_of(
     or, with `own_options`, as it was made. The instance holds nothing between steps, so checkpoints, schedulers and
     surgery on groups need no second thought.
     """
-    stand_ins, rule = [], base.instance
+    rule, stand_ins = base.instance, [proxy.stand_in() for proxy in proxies]
     rule.state, rule.param_groups = defaultdict(dict), []
-    for proxy in proxies:
-        q = nn.Parameter(torch.zeros_like(proxy.grad))
-        q.grad = proxy.grad
-        rule.state[q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(q)
-        options = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
-        if own_options:  # but capture is a matter of the device, where torch's rules know it on the GPU alone
-            captured = options.get("capturable") and q.is_cuda and "capturable" in rule.defaults
-            options = {"capturable": True} if captured else {}
-        join(rule.param_groups, {**rule.defaults, **options, **fixed(proxy.lr), "params": [q]})
-        stand_ins.append(q)
-    unhooked(rule)
-    groups = {q: group for group in rule.param_groups for q in group["params"]}
+    groups: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
     for proxy, q in zip(proxies, stand_ins, strict=True):
-        state[proxy.p].update({k: proxy.kept(v) for k, v in rule.state[q].items()})
-        q.grad = None
-        if not own_options:  # some rules count in their groups
-            proxy.group.update({k: v for k, v in groups[q].items() if k != "params" and k not in fixed(0)})
+        rule.state[q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(q)
+        key = id(proxy.group), plain_rate(proxy.lr), q.is_cuda
+        if key not in groups:
+            options = options_of(proxy.group, rule, own_options, q.is_cuda)
+            groups[key] = proxy.group, {**rule.defaults, **options, **fixed(proxy.lr), "params": []}
+        groups[key][1]["params"].append(q)
+    rule.param_groups = [mine for _, mine in groups.values()]
+    unhooked(rule)
+    for proxy, q in zip(proxies, stand_ins, strict=True):
+        kept, known = state[proxy.p], rule.state[q]
+        for name, value in known.items():
+            if kept.get(name) is not value:
+                kept[name] = proxy.kept(value)
+        if proxy.stays is None:
+            q.grad = None
+        else:
+            proxy.stays.remember(kept, known)
+    if not own_options:  # some rules count in their groups
+        apart = {"params", *fixed(0)}
+        for group, mine in groups.values():
+            group.update({k: v for k, v in mine.items() if k not in apart})
     rule.state, rule.param_groups = defaultdict(dict), []
     steps = [shards.part(q.detach(), p.p) if p.whole else q.detach() for p, q in zip(proxies, stand_ins, strict=True)]
-    return [
-        step * proxy.lr if isinstance(proxy.lr, Tensor) else step for proxy, step in zip(proxies, steps, strict=True)
-    ]
+    for proxy, step in zip(proxies, steps, strict=True):
+        if isinstance(proxy.lr, Tensor):
+            step.mul_(proxy.lr)
+    return steps
+
+
+def options_of(group: dict[str, Any], rule: Optimizer, own_options: bool, on_gpu: bool) -> dict[str, Any]:
+    """What a group says to the rule; with `own_options` nothing but that it is captured.
+
+    Capture is a matter of the device, and torch's rules know it on a GPU alone.
+    """
+    if own_options:
+        return {"capturable": True} if group.get("capturable") and on_gpu and "capturable" in rule.defaults else {}
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
@@ -176,6 +224,8 @@ def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set
     Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of
     another shape, is dropped; a matrix with more or fewer biases than before keeps what it can.
     """
+    if proxy.stays is not None and proxy.stays.remembers(state):
+        return proxy.stays.known
     mine = {k: proxy.shown(v) for k, v in state.items() if k not in OURS and (base.counts or k != "step")}
     own, shape = base.keeps - {"step"}, proxy.grad.shape
     like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
@@ -184,7 +234,12 @@ def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set
         for k in mine:
             del state[k]
         return {}
-    return mine | {k: with_columns(v, shape[1]) for k, v in like.items() if v.shape != shape}
+    for k, v in like.items():
+        if v.shape != shape:
+            mine[k] = with_columns(v, shape[1])
+        elif v.stride() != proxy.grad.stride():  # fused rules read memory as it lies
+            mine[k] = torch.empty_like(proxy.grad).copy_(v)
+    return mine
 
 
 def same_rows(kept: torch.Size, wanted: torch.Size) -> bool:
@@ -219,16 +274,3 @@ def plain_rate(lr: Any) -> Any:
     (0.1, 1.0)
     """
     return 1.0 if isinstance(lr, Tensor) else lr
-
-
-def join(groups: list[dict[str, Any]], new: dict[str, Any]) -> None:
-    """Add a one-parameter group, into the last one if all else is the same: rules batch within a group."""
-    if groups and all(groups[-1][k] is v or same(groups[-1][k], v) for k, v in new.items() if k != "params"):
-        groups[-1]["params"] += new["params"]
-    else:
-        groups.append(new)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal values that are not tensors: comparing those would ask the device."""
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

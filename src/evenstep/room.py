@@ -92,7 +92,7 @@ class Room:
 
     def _keep_momentum(self) -> None:
         """Room for momentum: of all weights end to end, and of one bias for each unit."""
-        lay, kept = self.layout, bool(self.layout.blocks[0].group["momentum"])
+        lay, kept = self.layout, bool(self.layout.momentum)
         self.momentum = torch.zeros(sum(self.numbers) * kept, dtype=lay.dtype)
         self.bias_momentum = torch.zeros(lay.total * kept, dtype=lay.dtype)
         self.momentum_of: list[tuple[Tensor, Tensor]] = []  # parameters and their parts of it

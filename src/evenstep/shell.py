@@ -54,7 +54,8 @@ class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here."""
 
     linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
-    _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", or none
+    _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", a "given" one
+    _joint: Any = None  # a function: which blocks a given rule sees as one matrix
 
     def _detached(self) -> None:
         super()._detached()
@@ -138,7 +139,7 @@ class CoordinateOptimizer(ModelOptimizer):
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
             candidates = self._staged(blocks) if self._together and not compiled else []
-            layouts, rest = arrange(candidates, blocks, self.state)
+            layouts, rest = arrange(candidates, blocks, self.state, self._joint)
             if self._plan is not None:
                 self._plan.part(self.state, layouts)
                 self._retired += [self._plan] if self._plan.captured else []
@@ -164,16 +165,7 @@ class CoordinateOptimizer(ModelOptimizer):
             return
         if not (torch.compiler.is_compiling() or plan.all_seen):
             self._say_unseen(plan.blocks)
-        for move in moving:
-            here = None if mask is None else mask.to(move.layout.device)
-            if here is not None and here.is_cpu and not here:  # a network on two devices: the host waits for the other
-                continue
-            move.move(here, TRUST_FLOOR)
-            for monitor in self._monitors:
-                for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
-                    monitor.note(block, stage, self.state[block.weight])
-            move.commit(here)
-        self._advance(plan.rest, mask)
+        self._advance_all(moving, plan.rest, mask)
         counted = [*plan.rest, *(b for move in moving if not move.counts_steps for b in move.layout.blocks)]
         steps = [self.state[p]["step"] for block in counted for p in self._counted(block)]
         if steps:
@@ -230,6 +222,23 @@ class CoordinateOptimizer(ModelOptimizer):
             message = NO_MODEL if blocks else None
         if message is not None:
             self._warn("unseen", message)
+
+    def _advance_all(self, moving: list[Any], rest: list[Block], ok: Tensor | None) -> None:
+        """Move all blocks: those that move together, then the rest."""
+        for move in moving:
+            self._make(move, ok)
+        self._advance(rest, ok)
+
+    def _make(self, move: Any, ok: Tensor | None) -> None:
+        """Make the step of blocks that move together."""
+        here = None if ok is None else ok.to(move.layout.device)
+        if here is not None and here.is_cpu and not here:  # a network on two devices: the host waits for the other
+            return
+        move.move(here, TRUST_FLOOR)
+        for monitor in self._monitors:
+            for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
+                monitor.note(block, stage, self.state[block.weight])
+        move.commit(here)
 
     # block by block
 

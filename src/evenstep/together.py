@@ -35,7 +35,7 @@ class Together:
         if layout.plain_room is None:
             layout.plain_room = Room(layout, state, even)
         self.room: Room = layout.plain_room
-        self.momentum = layout.blocks[0].group["momentum"]
+        self.momentum = layout.momentum
         self.room.settle(state)
         self.coordinates = Coordinates(layout, self.room, self.momentum, linear)
         self.fixed = self.coordinates.fixed

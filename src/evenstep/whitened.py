@@ -11,10 +11,16 @@ from . import checks, proxies, shards, stepsize, update
 from .blocks import Block, plain_share
 from .keywords import explained
 from .motion import gradient, rates
+from .plans import Plan
 from .proxies import BaseRule, Proxy
 from .shell import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
+
+
+def joint(block: Block) -> bool:
+    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
+    return bool(block.group["joint"]) and block.entry is not None and not block.alone
 
 
 @explained
@@ -31,6 +37,7 @@ class Whitened(CoordinateOptimizer):
     """
 
     linear = False
+    _together, _joint = "given", staticmethod(joint)
     _copied = ("_base", "_plain", "_streams")
 
     def __init__(
@@ -112,33 +119,65 @@ class Whitened(CoordinateOptimizer):
         uncounted = [p for p, rule in zip(block.parameters[: len(rules)], rules, strict=True) if not rule.counts]
         return uncounted + block.parameters[len(rules) :]
 
-    def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
-        """One step of the rule for all blocks together, or, for SGD, block by block: it needs no batching.
+    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
+        """As ours; what the rule was shown is given back, whatever happens."""
+        try:
+            super()._step_blocks(plan, agreed)
+        finally:
+            for layout in plan.layouts:
+                if layout.given is not None:
+                    layout.given.close()
 
-        Compiled, all go together: what comes before the rule is one graph then, and what comes after it is another.
+    def _advance_all(self, moving: list[Any], rest: list[Block], ok: Tensor | None) -> None:
+        """One step of the rule for all blocks, or, for SGD, block by block where they do not move together anyway.
+
+        Compiled, all go at once: what comes before the rule is one graph then, and what comes after it is another.
         """
-        if ok is not None and not any(block.group["capturable"] for block in blocks):
+        if ok is not None and not any(group["capturable"] for group in self.param_groups):
             if not ok:
                 return self._recentre()
             ok = None
-        if self._streams and not torch.compiler.is_compiling():
-            for block in blocks:
-                self._advance_together([block], ok)
-        else:
-            self._advance_together(blocks, ok)
+        streams = self._streams and not torch.compiler.is_compiling()
+        self._advance_shown(moving, [] if streams else rest, ok)
+        for block in rest if streams else []:
+            self._advance_shown([], [block], ok)
 
-    def _advance_together(self, blocks: list[Block], ok: Tensor | None) -> None:
+    def _advance_shown(self, moving: list[Any], blocks: list[Block], ok: Tensor | None) -> None:
+        """Show blocks to the rule, those that move together where their gradients on v lie already; then move them."""
         if torch.compiler.is_compiling():  # of parameters it meets as keys of the state it would guard each gradient
             _ = [gradient(p) for block in blocks for p in block.parameters]
-        moving = [self._frame(block) for block in blocks]
-        shown = [
-            self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
-            for block, frame in zip(blocks, moving, strict=True)
+        shown = [proxy for move in moving for proxy in self._shown(move, ok)]
+        outside = [o for move in moving for block in move.layout.blocks for o in self._outside(block)]
+        frames = [self._frame(block) for block in blocks]
+        counts = []
+        for block, frame in zip(blocks, frames, strict=True):
+            mine = self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
+            counts.append(len(mine))
+            shown += mine
+            outside += self._outside(block)
+        if not shown:
+            return
+        steps = self._steps(shown, outside)[len(shown) - sum(counts) :]
+        for move in moving:
+            self._make(move, ok)
+        for block, frame, count in zip(blocks, frames, counts, strict=True):
+            self._move(block, frame, *self._read(block, steps[:count]), ok)
+            steps = steps[count:]
+
+    def _shown(self, move: Any, ok: Tensor | None) -> list[Proxy]:
+        """Blocks that move together as the rule is to see them."""
+        given = move.layout.given
+        gradients, steps = given.both
+        if ok is not None:
+            gradients.masked_fill_(~ok.to(gradients.device), 0)
+        steps.zero_()
+        return [
+            Proxy(p, one.q.grad, group, lr, stays=one)
+            for block, some in zip(move.layout.blocks, given.stand_ins, strict=True)
+            for p, one, group, lr in zip(
+                block.parameters, some, [block.group, *block.bias_groups], self._rates(block, len(some)), strict=False
+            )
         ]
-        steps = self._steps([p for ps in shown for p in ps], [o for b in blocks for o in self._outside(b)])
-        for block, frame, ps in zip(blocks, moving, shown, strict=True):
-            mine, steps = steps[: len(ps)], steps[len(ps) :]
-            self._move(block, frame, *self._read(block, mine), ok)
 
     def _outside(self, block: Block) -> list[bool]:
         """Which of the block's proxies the plain rule moves, where there is one: what is no matrix of a layer."""
@@ -148,8 +187,8 @@ class Whitened(CoordinateOptimizer):
 
     def _share(self, block: Block) -> float:
         """What the block gets of its group's stepsize: all of it outside whitened layers."""
-        power = block.group["fan_in_power"] if block.treatment == "whitened" else 0.0
-        return stepsize.fan_in_share(block.fan_in, power)
+        power = block.group["fan_in_power"]
+        return stepsize.fan_in_share(block.fan_in, power) if power and block.treatment == "whitened" else 1.0
 
     @_disable_dynamo
     def _steps(self, shown: list[Proxy], outside: list[bool]) -> list[Tensor]:
@@ -171,14 +210,9 @@ class Whitened(CoordinateOptimizer):
             grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
         if ok is not None:
             grads = [torch.where(ok, g, 0) for g in grads]
-        outside, count = self._outside(block), len(grads)
+        count = len(grads)
         parameters, groups = block.parameters[:count], [block.group, *block.bias_groups][:count]
-        share = self._share(block)
-        lrs = [lr * share for lr in rates(block)[:count]]
-        if self._plain is not self._base and not block.aside:
-            ratios = [plain_share(g) if o else 1 for g, o in zip(groups, outside, strict=True)]
-            lrs = [lr * ratio for lr, ratio in zip(lrs, ratios, strict=True)]
-        rules = [self._plain if o else self._base for o in outside]
+        lrs, rules = self._rates(block, count), [self._plain if o else self._base for o in self._outside(block)]
         wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(parameters, rules, strict=True)]
         grads = [g.to(p.dtype).contiguous() for p, g in zip(parameters, grads, strict=True)]
         return [
@@ -186,17 +220,21 @@ class Whitened(CoordinateOptimizer):
             for p, g, group, lr, whole in zip(parameters, grads, groups, lrs, wholes, strict=True)
         ]
 
+    def _rates(self, block: Block, count: int) -> list[Any]:
+        """The stepsizes of the block's proxies."""
+        share = self._share(block)
+        lrs = [lr * share for lr in rates(block)[:count]]
+        if self._plain is not self._base and not block.aside:
+            sides = zip([block.group, *block.bias_groups], self._outside(block), strict=False)
+            lrs = [lr * plain_share(g) if o else lr for lr, (g, o) in zip(lrs, sides, strict=True)]
+        return lrs
+
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The rule's step in the core's shapes."""
         wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in steps]
         if joint(block):
             return parted(wide[0], block)
         return block.matrix(wide[0]), block.stack(wide[1:])
-
-
-def joint(block: Block) -> bool:
-    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
-    return bool(block.group["joint"]) and block.entry is not None and not block.alone
 
 
 def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:

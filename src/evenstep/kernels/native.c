@@ -26,7 +26,7 @@ typedef struct {
     float *last, *fired;
     int64_t blocks, width, longest, units;
     double momentum, floor, crowd, least, steady;
-    int64_t linear, even, guarded, counted, parts, threads;
+    int64_t linear, even, given, guarded, counted, parts, threads;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* torch's own threads: GOMP_parallel */
 } Job;
 
@@ -151,8 +151,9 @@ static void frame(const Job *j, int64_t block) {
     }
 }
 
-/* The coordinates of a group's columns: those of inputs, spread over the kernel's positions. */
-static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real scale, real *to) {
+/* The coordinates of a group's columns: those of inputs, spread over the kernel's positions. Rows that are on v
+ * already are not scaled. */
+static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real scale, int64_t on_v, real *to) {
     const int64_t columns = s[COLUMNS], inputs = s[INPUTS], inner = s[INNER], longest = j->longest;
     const int moving = (s[FLAGS] & MOVING) != 0;
     const real *mu = j->vectors + s[BASE] + (moving ? group * inputs : 0);
@@ -169,7 +170,7 @@ static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real sc
     real norm2 = 0, bent2 = 0;
 #pragma omp simd reduction(+ : norm2, bent2)
     for (int64_t c = 0; c < columns; c++) {
-        scaled[c] = scale * alpha[c];
+        scaled[c] = on_v ? 1 : scale * alpha[c];
         u[c] = alpha[c] * mu[c];
         bent[c] = alpha[c] * alpha[c] * fresh[c];
         norm2 += u[c] * u[c];
@@ -198,6 +199,28 @@ static real scale_of(const Job *j, const int64_t *s, int64_t block) {
     return (s[FLAGS] & FLIPPED ? -1 : 1) * j->layers[BETA * j->blocks + block];
 }
 
+/* Show a rule the gradient on v of rows of one block; NaN if one is not finite. */
+static real show(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES, columns = s[COLUMNS];
+    const real scale = scale_of(j, s, block);
+    Columns now = {0};
+    real nothing = 0;
+    for (int64_t row = begin; row < end; row++) {
+        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, 0, room);
+        const real *grad = at(p, GRAD) + row * columns, *scaled = now.scaled, *u = now.u;
+        const real shift = shift_of(p, s, &now, grad, row, scale);
+        real *to = at(p, SHOWN) + row * s[SHOWN_ROW], bad = s[FLAGS] & TRAINED ? shift * 0 : 0;
+#pragma omp simd reduction(+ : bad)
+        for (int64_t c = 0; c < columns; c++) {
+            to[c] = scaled[c] * grad[c] - shift * u[c];
+            bad += grad[c] * 0;
+        }
+        if (s[FLAGS] & TRAINED) at(p, BIAS_SHOWN)[row * s[BIAS_SHOWN_ROW]] = shift;
+        nothing += bad;
+    }
+    return nothing;
+}
+
 /* Sums over one row, for `measure`. `even` and `projected` are constants where this is called. */
 static inline __attribute__((always_inline)) real row_sums(
     const Columns *now, int64_t columns, const real *grad, const real *buffer, const real *weight, real shift, real m,
@@ -221,6 +244,11 @@ static inline __attribute__((always_inline)) real row_sums(
     return bad + squares * 0;
 }
 
+/* A row of the gradient, or of the step on v that a rule has given for it. */
+static inline const real *row_of(const Job *j, const int64_t *p, const int64_t *s, int64_t row) {
+    return j->given ? at(p, GIVEN) + row * s[SHOWN_ROW] : at(p, GRAD) + row * s[COLUMNS];
+}
+
 /* Sums over rows of one block; NaN if a gradient, or a sum of squares, is not finite. */
 static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
     const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
@@ -229,10 +257,11 @@ static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real
     Columns now = {0};
     real nothing = 0;
     for (int64_t row = begin; row < end; row++) {
-        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, room);
-        const real *grad = at(p, GRAD) + row * columns, *weight = at(p, WEIGHT) + row * columns;
+        if (row == begin || row % s[PER_GROUP] == 0)
+            now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
+        const real *grad = row_of(j, p, s, row), *weight = at(p, WEIGHT) + row * columns;
         const real *buffer = m ? at(p, BUFFER) + row * columns : grad;
-        const real shift = shift_of(p, s, &now, grad, row, scale);
+        const real shift = j->given ? 0 : shift_of(p, s, &now, grad, row, scale);
         real direction = 0, *to = j->sums + s[START] + row;
         if (now.kappa > 0 && j->even)
             nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 1, to, units);
@@ -242,7 +271,9 @@ static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real
             nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 0, to, units);
         else
             nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 0, 0, to, units);
-        if (s[FLAGS] & TRAINED) {
+        if (j->given) {
+            if (s[FLAGS] & TRAINED) direction = at(p, BIAS_GIVEN)[row * s[BIAS_SHOWN_ROW]];
+        } else if (s[FLAGS] & TRAINED) {
             const real held = m ? m * at(p, BIAS_BUFFER)[row] + shift : shift;
             direction = j->even ? shift + m * held : held;
             to[SQUARES * units] += shift * shift;
@@ -260,7 +291,8 @@ static void measure(const Job *j, int64_t block) {
     const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
     const int64_t count = s[UNITS], units = j->units;
     const double *g = j->settings + block * SETTINGS;
-    const real rate = g[RATE] * g[RATIO], bias_rate = g[BIAS_RATE] * g[RATIO], radius = g[RADIUS];
+    const real rate = j->given ? -1 : g[RATE] * g[RATIO], bias_rate = j->given ? -1 : g[BIAS_RATE] * g[RATIO];
+    const real radius = g[RADIUS];
     const real beta = j->layers[BETA * j->blocks + block], floor2 = j->floor * j->floor;
     real *sums = j->sums + s[START], *motion = j->motion + s[START], *relative = sums + SQUARES * units;
     real *average = at(p, SQUARE), level = 0, largest = 0, bound2 = radius * radius;
@@ -334,9 +366,10 @@ static void move(const Job *j, int64_t block, int64_t begin, int64_t end, real *
     const real left = 1 - g[RATE] * g[RATIO] * g[DECAYED], left_bias = 1 - g[BIAS_RATE] * g[RATIO] * g[BIAS_DECAYED];
     Columns now = {0};
     for (int64_t row = begin; row < end; row++) {
-        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, room);
+        if (row == begin || row % s[PER_GROUP] == 0)
+            now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
         const real *alpha = now.alpha, *scaled = now.scaled, *u = now.u;
-        const real *grad = at(p, GRAD) + row * columns;
+        const real *grad = row_of(j, p, s, row);
         real *weight = at(p, WEIGHT) + row * columns, *buffer = m ? at(p, BUFFER) + row * columns : 0;
         const real shift = j->sums[SHIFT * units + s[START] + row], *motion = j->motion + s[START] + row;
         const real gain = motion[GAIN * units], back = motion[BACK * units];
@@ -392,9 +425,10 @@ static int commit(const Job *j, int64_t block) {
 }
 
 /* A way through all rows, in parts of equally many weights. What comes out does not depend on the parting. */
+typedef enum { SHOW, ADD_UP, MOVE } What;
 typedef struct {
     const Job *job;
-    int moves;
+    What what;
     atomic_llong next;
     real nothing[MOST_PARTS];
 } Way;
@@ -412,10 +446,10 @@ static void go(Way *way, int64_t part) {
         int64_t begin = from <= before ? 0 : (from - before + columns - 1) / columns;
         int64_t end = to <= before ? 0 : (to - before + columns - 1) / columns;
         begin = begin < units ? begin : units, end = end < units ? end : units;
-        if (way->moves)
+        if (way->what == MOVE)
             move(j, block, begin, end, room);
         else
-            way->nothing[part] += add_up(j, block, begin, end, room);
+            way->nothing[part] += (way->what == SHOW ? show : add_up)(j, block, begin, end, room);
         before += units * columns;
     }
 }
@@ -426,8 +460,8 @@ static void take_parts(void *shared) {
     for (int64_t part; (part = atomic_fetch_add(&way->next, 1)) < way->job->parts;) go(way, part);
 }
 
-static real through_all(const Job *j, int moves) {
-    Way way = {.job = j, .moves = moves};
+static real through_all(const Job *j, What what) {
+    Way way = {.job = j, .what = what};
     real nothing = 0;
     atomic_init(&way.next, 0);
     if (j->parts > 1)
@@ -438,16 +472,17 @@ static real through_all(const Job *j, int moves) {
     return nothing;
 }
 
-/* Look at all blocks: whether their gradients are finite. */
+/* Look at all blocks, and show them to a rule that will give their steps: whether their gradients are finite. */
 int64_t look(const Job *j) {
     for (int64_t block = 0; block < j->blocks; block++) frame(j, block);
-    return through_all(j, 0) == 0;
+    return through_all(j, j->given ? SHOW : ADD_UP) == 0;
 }
 
 /* Make the step. */
 void act(const Job *j) {
+    if (j->given) through_all(j, ADD_UP);
     for (int64_t block = 0; block < j->blocks; block++) measure(j, block);
-    through_all(j, 1);
+    through_all(j, MOVE);
 }
 
 /* Count the step, and let all batches join the running moments; whether all blocks have some then. */

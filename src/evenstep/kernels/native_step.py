@@ -94,8 +94,11 @@ class Room:
         self.columns = torch.zeros(self.parts, native.PER_COLUMN, longest, dtype=dtype)
         self.layers = torch.zeros(4, count, dtype=dtype)
         self.sums, self.motion = (torch.zeros(n, layout.total, dtype=dtype) for n in (native.SUMS, 3))
-        self.counts_steps = all(state[p]["step"].dtype == torch.float32 for p in layout.parameters)
-        self.momentum = layout.blocks[0].group["momentum"]
+        self.given_at = 0  # where the rule's gradients and steps lay when their addresses were written
+        self.counts_steps = layout.given is None and all(
+            state[p]["step"].dtype == torch.float32 for p in layout.parameters
+        )
+        self.momentum = layout.momentum
         self.kept = Kept(self.addresses, dtype)
         shared = {*layout.shared}
         for k in range(count):
@@ -105,6 +108,7 @@ class Room:
         self.set_to: Any = None  # what the settings were made from
         self.job = native.Job(blocks=count, width=width, longest=longest, units=layout.total)
         self.job.momentum, self.job.linear, self.job.even = float(self.momentum), linear, even
+        self.job.given = layout.given is not None
         self.job.parallel = native.parallel()
         self.job.crowd, self.job.least, self.job.steady = 0.0 if linear else CROWD, LEAST, STEADY
         self.job.addresses, self.job.shapes = map(ctypes.addressof, (self.addresses, self.shapes))
@@ -124,7 +128,7 @@ class Room:
                 places["step"] = start + step
             if p is block.weight:
                 needed = [k in self.layout.base] * 3 + [shared] + [even] * 2
-                names = zip(tables.KEPT, range(tables.MX, tables.STEP), needed, strict=True)
+                names = zip(tables.KEPT, range(tables.MX, tables.SHOWN), needed, strict=True)
                 places |= {name: start + at for name, at, need in names if need}
             stage = self.layout.stages[k]
             inputs = [] if stage is None else [stage.inputs]
@@ -164,6 +168,9 @@ class NativeStep:
         room.kept.write(state)
         self._look_at_blocks()
         self._look_at_stages()
+        if layout.given is not None:
+            layout.given.open()
+            self._look_at_given()
 
     def _look_at_blocks(self) -> None:
         """Write where parameters and gradients are."""
@@ -175,6 +182,15 @@ class NativeStep:
             elif level is not None:  # it does not train; `Layout.whole` has looked at it
                 table[start + tables.LEVEL] = level.data_ptr()
             start += ROW
+
+    def _look_at_given(self) -> None:
+        """Write where gradients on v go, and where steps on v will be."""
+        given, table, start = self.layout.given, self.room.addresses, 0
+        if given.both.data_ptr() != self.room.given_at:
+            self.room.given_at = given.both.data_ptr()
+            for found in given.addresses():
+                table[start + tables.SHOWN : start + tables.BIAS_GIVEN + 1] = found
+                start += ROW
 
     def _both(self, p: Tensor) -> tuple[int, int]:
         """The addresses of a parameter and its gradient."""

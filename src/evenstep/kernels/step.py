@@ -1,5 +1,7 @@
 """The step of many blocks in five launches, whatever the network: frames, sums over rows, motions, weights, moments.
 
+Where a rule of torch's gives the steps, it is shown gradients by one more.
+
 The plain version is `together.Together`, whose names are used here; see there, and in `update`, `rows` and `stepsize`,
 for what is computed. Everything is masked on the device: the host never waits.
 """
@@ -22,6 +24,7 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 SUMS = 10  # per unit: seven of rows.RowSums, the shift of the gradient, then κ, ‖u‖² and Σ α²fu² of a projection
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
 SHAPE = {"frame": (16, 1024), "measure": (32, 1024), "commit": (16, 2048), "add_up": (2, 512), "move": (2, 256)}
+SHAPE["show"] = SHAPE["move"]
 PARTS = 16  # programs that share a block whose units do not go by each other
 HANDS = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
 
@@ -68,6 +71,7 @@ class Room:
         for block, row in zip(blocks, shapes, strict=True):
             row[tables.PIECES] = cut = tables.pieces(block, row[tables.UNITS], row[tables.COLUMNS]) or 1
             row[tables.COLUMNS], row[tables.UNITS] = row[tables.COLUMNS] // cut, row[tables.UNITS] * cut
+            row[tables.SHOWN_ROW] //= cut
             row[tables.BASE], self.width = self.width, self.width + -(-row[tables.ALL_INPUTS] // 8) * 8
             row[tables.START], self.total = self.total, self.total + row[tables.UNITS]
         self.key = device.index  # all that builds differ by beside their constants: tables are ours, and aligned
@@ -99,9 +103,13 @@ class TritonStep:
         if not hasattr(layout, "room"):
             layout.room = Room(layout)
         self.room: Room = layout.room
-        self.momentum = layout.blocks[0].group["momentum"]
+        self.momentum = layout.momentum
         self.kept: list[Tensor] = []  # gradients in the weight's own layout, alive until the step is made
-        rows = [self._addresses(k, block, state) for k, block in enumerate(layout.blocks)]
+        none = [(0, 0, 0, 0)] * len(layout.blocks)
+        if layout.given is not None:
+            layout.given.open()
+        given = none if layout.given is None else layout.given.addresses()
+        rows = [[*self._addresses(k, block, state), *given[k]] for k, block in enumerate(layout.blocks)]
         with on(layout.device):
             layout.captured |= torch.cuda.is_current_stream_capturing()
             self.addresses = self.room.addresses.send(rows)
@@ -109,7 +117,7 @@ class TritonStep:
         room, count = self.room, len(layout.blocks)
         tensors = room.shapes, self.settings, room.vectors, room.fresh, room.layers, room.width, count
         self._launch("frame", count, *tensors, LINEAR=linear, STEADY=STEADY, SLOTS=MOST_SLOTS)
-        self._rows("add_up")
+        self._rows("add_up" if layout.given is None else "show")
 
     def _launch(self, name: str, programs: int, *arguments: Any, parts: int = 1, **constants: Any) -> None:
         """Launch a kernel with so many programs, `parts` times over."""
@@ -134,6 +142,7 @@ class TritonStep:
             HAS_MOMENTUM=bool(self.momentum),
             AHEAD=self.even,
             PROJECT=bool(lay.unbiased),
+            GIVEN=lay.given is not None,
             KIND=KINDS[lay.blocks[0].weight.dtype],
         )
 
@@ -145,6 +154,8 @@ class TritonStep:
         """Make the step, unless the mask `ok` says no."""
         lay, room = self.layout, self.room
         guarded = bool(lay.guarded) and any(b.group["trust"] is not None for b in lay.blocks)
+        if lay.given is not None:
+            self._rows("add_up")
         tensors = room.shapes, self.settings, room.layers, room.sums, room.motion, *room.counters, ok
         self._launch(
             "measure",
@@ -156,6 +167,7 @@ class TritonStep:
             1 - float(self.momentum),
             parts=PARTS,
             EVEN=self.even,
+            GIVEN=lay.given is not None,
             GUARD=guarded,
             CROWD=0.0 if self.linear else CROWD,
             PROJECT=bool(lay.unbiased),
@@ -213,5 +225,5 @@ class TritonStep:
 def _kernels() -> dict[str, Launcher]:
     from . import triton_inputs, triton_rows, triton_units
 
-    found = triton_inputs.frame, triton_rows.add_up, triton_units.measure, triton_rows.move, triton_inputs.commit
-    return {kernel.__name__: Launcher(kernel) for kernel in found}
+    found = [triton_inputs.frame, triton_rows.show, triton_rows.add_up, triton_units.measure, triton_rows.move]
+    return {kernel.__name__: Launcher(kernel) for kernel in (*found, triton_inputs.commit)}

@@ -25,9 +25,13 @@ from torch import Tensor
     SHARING,
     SQUARE,
     SQUARE_MASS,
+    SHOWN,
+    BIAS_SHOWN,
+    GIVEN,
+    BIAS_GIVEN,
     STEP,
     BIAS_STEP,
-) = range(17)
+) = range(21)
 ADDRESSES = STEP
 # of the table of shapes
 (
@@ -43,8 +47,10 @@ ADDRESSES = STEP
     SLOT_COUNT,
     GUARD,
     PIECES,
+    SHOWN_ROW,
+    BIAS_SHOWN_ROW,
     SHAPES,
-) = range(13)
+) = range(15)
 # and of the table of settings
 (
     RATE,
@@ -82,6 +88,7 @@ def shapes(layout: Any) -> list[list[int]]:
             inputs * area, inputs if moving else 1, layout.inner[k], units, layout.base.get(k, layout.identity),
             starts[k], flags, groups * units, groups * inputs if moving else 0,
             stage.slot_count if moving else 0, guarded.get(k, -1), 1,
+            *((0, 0) if layout.given is None else (layout.given.places[k].apart, layout.given.places[k].bias_apart)),
         ])  # fmt: skip
     return rows
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .triton_pointers import SIZES, floats
+from .triton_pointers import ADDRESSES, SETTINGS, SHAPES, SIZES, floats
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -13,7 +13,7 @@ def frame(
     LINEAR: tl.constexpr, STEADY: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    p, s, g = addresses + block * 15, shapes + block * 12, settings + block * 13
+    p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
     flags = tl.load(s + 6)
     if (flags & 16) != 0:
         tally = floats(tl.load(p + 7))
@@ -92,7 +92,7 @@ def frame(
 @triton.jit(do_not_specialize=SIZES)
 def commit(addresses, shapes, settings, fresh, layers, ok, width, blocks, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    p, s, g = addresses + block * 15, shapes + block * 12, settings + block * 13
+    p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
     flags, good = tl.load(s + 6), tl.load(ok) != 0
     if ((flags & 16) != 0) & good:
         tl.store(floats(tl.load(p + 12)), tl.load(layers + blocks + block))

@@ -4,6 +4,11 @@
 import triton
 import triton.language as tl
 
+from . import tables
+
+ADDRESSES = tl.constexpr(tables.ADDRESSES)  # columns of the tables
+SHAPES = tl.constexpr(tables.SHAPES)
+SETTINGS = tl.constexpr(tables.SETTINGS)
 SIZES = ("width", "units", "blocks")  # that kernels are not built anew for
 
 

@@ -7,7 +7,7 @@ Where units do not go by each other, several programs share a block's: embedding
 import triton
 import triton.language as tl
 
-from .triton_pointers import SIZES, floats
+from .triton_pointers import ADDRESSES, SETTINGS, SHAPES, SIZES, floats
 
 
 @triton.jit
@@ -42,14 +42,16 @@ def measure_pieces(
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
-    EVEN: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, PROJECT: tl.constexpr, TURNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, GIVEN: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, PROJECT: tl.constexpr,
+    TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    p, s, g = addresses + block * 15, shapes + block * 12, settings + block * 13
+    p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
     start, count, flags = tl.load(s + 5), tl.load(s + 7).to(tl.int32), tl.load(s + 6)
     good = tl.load(ok) != 0
     rate, bias_rate = tl.load(g) * tl.load(g + 2), tl.load(g + 1) * tl.load(g + 2)
+    if GIVEN:  # the rule has its own, and has made steps of directions
+        rate, bias_rate = -1.0, -1.0
     beta, radius, damping = tl.load(layers + block), tl.load(g + 5), tl.load(g + 10)
     together = (radius < float("inf")) | (damping > 0)  # units go by each other: one program for all of them
     if together & (part > 0):

@@ -78,7 +78,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
     "evenstep": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM),
     "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=LR),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=LR, fused=True),
     "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
     # rivals, where they are installed
     "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR),

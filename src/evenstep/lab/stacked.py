@@ -219,11 +219,11 @@ class TorchRule:
         if not shown:
             return []
         if self.together[id(rule)]:
-            stacked = [Proxy(p, grad.contiguous(), group, along(rate, grad)) for p, grad, group, rate, _ in shown]
+            stacked = [Proxy(x.p, x.grad.contiguous(), x.group, along(x.lr, x.grad)) for x in shown]
             return proxies.steps_of(rule, stacked, self.memory, own_options=own_options)
         single = [
-            Proxy(self._key(p, member), grad[member].contiguous(), group, rate[member])
-            for p, grad, group, rate, _ in shown
+            Proxy(self._key(x.p, member), x.grad[member].contiguous(), x.group, x.lr[member])
+            for x in shown
             for member in range(self.members)
         ]
         steps = proxies.steps_of(rule, single, self.memory, own_options=own_options)

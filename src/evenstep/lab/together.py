@@ -43,11 +43,13 @@ def alike(trial: Trial) -> str:
 def why_alone(trial: Trial, data: Arrays | Text, device: torch.device | str) -> str | None:
     """Why this trial should not be a member of an ensemble on the device; None if it should.
 
-    A GPU is idle without one. On a CPU the optimizer's arithmetic for all members at once is what is gained, and a
-    torch rule has little of it.
+    A GPU is idle without one. On a CPU the optimizer's arithmetic for all members at once is what is gained, and only
+    those have much of it that step layer by layer.
     """
-    if torch.device(device).type == "cpu" and not isinstance(_optimizer(trial, data), CoordinateOptimizer):
-        return "a torch rule gains nothing from an ensemble on a CPU"
+    if torch.device(device).type == "cpu":
+        optimizer = _optimizer(trial, data)
+        if not isinstance(optimizer, CoordinateOptimizer) or optimizer._together:
+            return "it gains nothing from an ensemble on a CPU"
     return why_not(trial, data)
 
 
