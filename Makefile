@@ -28,7 +28,7 @@ test-gpu: .venv/.installed-dev
 SANITIZED = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
 test-sanitized: .venv/.installed-dev
 	LD_PRELOAD="$(SANITIZED)" ASAN_OPTIONS=detect_leaks=0 CC="gcc -g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-		$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_native.py tests/test_kernels.py tests/test_room.py tests/test_layers.py
+		$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_native.py tests/test_kernels.py tests/test_given.py tests/test_room.py tests/test_layers.py
 
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations $(PYTEST_ARGS)

@@ -265,6 +265,11 @@ def quasi_diagonal(layer, on_weight, on_bias, c):
 # Guards, as they are defined
 
 
+def foreseen(q, mean, weight):
+    """max(q_i, (1 − weight)(μ_i/5)²), one input at a time; `weight` is that of the batches so far."""
+    return torch.stack([max(one, (1 - weight) * (m / 5) ** 2) for one, m in zip(q, mean, strict=True)])
+
+
 def fresh_max(var, q, tau):
     """m_i = max(v_i, q_i/τ), one input at a time."""
     return torch.stack([max(v, one / tau) for v, one in zip(var, q, strict=True)])
@@ -385,7 +390,7 @@ class OnV:
             one = torch.ones(met.shape[1]).double()
             return Constants(0 * one, one, beta2.sqrt()), one, one
         mean, var = mean_var(met) if first else self.moments[k].mean_var()
-        q = ((met - mean) ** 2).mean(0)
+        q = foreseen(((met - mean) ** 2).mean(0), mean, self.moments[k].weight)
         m = var if self.fresh_max is None else fresh_max(var, q, self.fresh_max)
         floor = self.damping * m.mean()
         if self.coordinates == "canonical":

@@ -51,6 +51,7 @@ def _main(rank, world, folder):
         except Exception:
             results.append(traceback.format_exc())
         torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()  # a rank that leaves while another still connects a group of them breaks it
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may abort a process that takes itself apart
 

@@ -353,3 +353,59 @@ def test_without_guards_the_step_is_eq3_by_hand(coordinates):
     assert_close(layer.weight.detach(), w - 0.2 * dw)
     assert_close(layer.bias.detach(), b - 0.2 * db)
     assert optimizer.fired()["0"] == (0, 0)
+
+
+# inputs that hardly vary at first
+
+
+def steady_layer(decay):
+    """A layer whose inputs lie at 3 and hardly vary, and how wide its guarded variances are after t batches."""
+    model = nn.Sequential(nn.Linear(2, 1)).double()
+    optimizer = evenstep.WhitenedSGD(model, lr=0.0, damping=0.0, decay=decay, fresh_max=4.0, trust=0.1, foreach=False)
+
+    def spread_of():
+        optimizer.zero_grad()
+        model(3 + 1e-3 * randn(500, 2)).sum().backward()
+        (block,) = optimizer._blocks(lambda p: True)
+        optimizer._init_state([block])
+        frame = optimizer._frame(block)
+        optimizer.step()
+        return frame.spread.mean().item(), frame.fresh_spread.mean().item()
+
+    return spread_of
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99])
+def test_what_few_batches_have_shown_is_not_taken_for_steady(decay):
+    spread_of = steady_layer(decay)
+    for batch in range(6):
+        foreseen = decay**batch * (0.2 * 3) ** 2
+        assert spread_of() == pytest.approx((foreseen / 4, foreseen), rel=1e-3)
+
+
+def test_what_many_batches_have_shown_has_its_way():
+    """Inputs far from zero, as raw data may be, are whitened in the end whatever their mean."""
+    spread_of = steady_layer(0.9)
+    for _ in range(150):
+        found = spread_of()
+    assert found == pytest.approx((1e-6, 1e-6), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"), [("WhitenedSGD", 0.05), ("EvenStep", 0.05), ("Whitened(AdamW)", 1e-3), ("CanonicalSGD", 1e-5)]
+)
+def test_a_deep_network_whose_signals_vanish_trains(by, name, lr):
+    """PyTorch's initialization, 20 layers: without foresight its first step makes losses of 10¹⁸ and more."""
+    torch.manual_seed(1)
+    layers = [m for _ in range(20) for m in (nn.Linear(32, 32), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(32, 4))
+    optimizer = OPTIMIZERS[name](model, lr=lr)
+    losses = []
+    for _ in range(30):
+        x = torch.randn(64, 32)
+        loss = functional.cross_entropy(model(x), x[:, :4].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert max(losses) < 100 * losses[0] and losses[-1] < 2 * losses[0] and optimizer.nonfinite_steps == 0

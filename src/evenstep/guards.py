@@ -12,6 +12,7 @@ from .segments import WHOLE, Segments, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+DRIFT = 0.2  # how far an input that few batches have shown may be from its mean in the next one, relative to that mean
 LEAST = 0.1  # the share of its radius that the crowd leaves to a unit in any case
 
 
@@ -26,6 +27,19 @@ def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tenso
     """
     raised = q / tau
     return torch.maximum(vx, raised), raised > vx
+
+
+def unproven(mx: Tensor, mass: Tensor) -> Tensor:
+    """(1 − mass)(d μ_i)²: what the batch's second moment about the running mean is taken for at least; d = DRIFT.
+
+    Units take steps in proportion to their length, and the inputs of the layers behind them move with them. Of an input
+    that hardly varies the first batches do not tell how far it will be from its mean once all layers have moved. `mass`
+    is that of the running moments, 1 − decayᵗ after t batches: what many batches have shown has its way.
+
+    >>> unproven(torch.tensor([1.0, 10.0]), torch.tensor([0.0, 0.75]))
+    tensor([0.0400, 1.0000])
+    """
+    return (1 - mass) * (DRIFT * DRIFT) * mx * mx
 
 
 def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tensor) -> Tensor:

@@ -62,9 +62,11 @@ class Room:
         self.mx, self.vx = self.moments
         self.vector_of, self.unit = self.vectors.unbind(), self.units.unbind()
         self.batch = torch.zeros(2, lay.identity + 1, dtype=lay.dtype)  # first and second sums
-        self.means = torch.zeros(3, lay.identity + 1, dtype=lay.dtype)  # the same over rows, and then over τ
-        self.averages, (self.offset, self.square, self.bounds) = self.means[:2], self.means
-        self.squares_of_batch, self.spreads = self.means[1:], self.vectors[FRESH : SPREAD + 1]
+        self.means = torch.zeros(
+            4, lay.identity + 1, dtype=lay.dtype
+        )  # the same over rows, then as guards see it, and over τ
+        self.averages, (self.offset, self.square, self.about, self.bounds) = self.means[:2], self.means
+        self.squares_of_batch, self.spreads = self.means[2:], self.vectors[FRESH : SPREAD + 1]
         self.none, self.tiny = torch.zeros(1, dtype=lay.dtype), torch.finfo(lay.dtype).tiny
         self.moving, self.shared = lay.staged(lay.moving), lay.staged(lay.shared)
         self.biases = [lay.blocks[k].biases[0] for k in lay.biased]

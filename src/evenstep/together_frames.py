@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import moments, rows, update
+from . import guards, moments, rows, update
 from . import room as at
 from .constants import geometry_beta2, inverse_root, unsteady
 from .layout import Layout
@@ -148,7 +148,9 @@ class Coordinates:
         """Spreads where every layer has moments and sums about its running mean; False if a batch is not finite."""
         room, over = self.room, self.layout.inputs
         torch.div(room.batch, self.fixed.number, out=room.averages)
-        torch.div(room.square, self.fixed.tau, out=room.bounds)
+        mass = over.widen(self.layout.tensor([*(self.mass[k] for k in self.layout.moving), 1.0]))
+        torch.maximum(room.square, guards.unproven(room.mx, mass), out=room.about)
+        torch.div(room.about, self.fixed.tau, out=room.bounds)
         vx = unsteady(room.vx, room.mx, self.layout.steady) if self.layout.unbiased else room.vx
         total, same = update.settled_frame(
             vx, room.squares_of_batch, self.fixed.input_share, over, room.spreads, room.vector_of[at.SPREAD]

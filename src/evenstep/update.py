@@ -82,6 +82,7 @@ def moving_frame(
     if isinstance(steady, Tensor) or steady:
         vx = C.unsteady(vx, mx, steady)
     q = torch.where(fresh, second_moment_about(sums, centre, mx), vx)
+    q = torch.maximum(q, guards.unproven(mx, running.mass))
     raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
     known = fresh | started
     floored = C.damped(raised, damping, over)
@@ -99,10 +100,10 @@ def settled_frame(
 ) -> tuple[Tensor, bool]:
     """`moving_frame` for layers that have moments and a usable batch.
 
-    `squares` is the batch's ⟨(x − mx)²⟩ and the same over τ, of the fresh-max guard; `share` is the damping over the
-    layer's number of inputs. Writes `fresh_spread` and `spread` to `out`, of which `raised` is the second row. Gives
-    the sum over each layer of what it has damped, which is not finite if the batch is not, and whether the guard let
-    all variances be.
+    `squares` is the batch's ⟨(x − mx)²⟩, at least what is `unproven`, and the same over τ, of the fresh-max guard;
+    `share` is the damping over the layer's number of inputs. Writes `fresh_spread` and `spread` to `out`, of which
+    `raised` is the second row. Gives the sum over each layer of what it has damped, which is not finite if the batch is
+    not, and whether the guard let all variances be.
     """
     torch.maximum(vx, squares, out=out)
     total, same = over.total(raised), torch.equal(raised, vx)

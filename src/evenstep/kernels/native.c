@@ -25,7 +25,7 @@ typedef struct {
     real *vectors, *columns, *layers, *sums, *motion;
     float *last, *fired;
     int64_t blocks, width, longest, units;
-    double momentum, floor, crowd, least, steady;
+    double momentum, floor, crowd, least, steady, drift;
     int64_t linear, even, given, guarded, counted, parts, threads;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* torch's own threads: GOMP_parallel */
 } Job;
@@ -120,7 +120,8 @@ static void frame(const Job *j, int64_t block) {
     const int64_t count = s[ALL_INPUTS];
     const real *first = at(p, SLOTS), *second = first + count, *centre = at(p, CENTRE), *mx = at(p, MX), *vx = at(p, VX);
     const real rows = ((const double *)(intptr_t)p[TALLY])[0], some = rows > 1 ? rows : 1, tau = g[TAU];
-    const int started = *at(p, MASS) > 0;
+    const real mass = *at(p, MASS), unproven = (1 - mass) * (real)(j->drift * j->drift);
+    const int started = mass > 0;
     real *mu = j->vectors + s[BASE], *alpha = mu + j->width, *spread = alpha + j->width, *fresh = spread + j->width;
     real bad = 0, total = 0, fired = 0, steady = flags & TRAINED ? 0 : (real)j->steady;
 #pragma omp simd reduction(+ : bad)
@@ -134,6 +135,7 @@ static void frame(const Job *j, int64_t block) {
         var = var > steady * mean * mean ? var : steady * mean * mean;
         real shift = mean - centre[i], q = (second[i] - 2 * shift * first[i] + rows * shift * shift) / some;
         q = usable ? (q > 0 ? q : 0) : var;
+        q = q > unproven * mean * mean ? q : unproven * mean * mean;
         real over = q / tau, raised = over > var ? over : var;
         fired += over > var ? 1 : 0;
         total += raised;

@@ -41,7 +41,7 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("addresses", "shapes", "settings", "vectors", "columns", "layers")),
         *((name, ctypes.c_void_p) for name in ("sums", "motion", "last", "fired")),
         *((name, ctypes.c_int64) for name in ("blocks", "width", "longest", "units")),
-        *((name, ctypes.c_double) for name in ("momentum", "floor", "crowd", "least", "steady")),
+        *((name, ctypes.c_double) for name in ("momentum", "floor", "crowd", "least", "steady", "drift")),
         *((name, ctypes.c_int64) for name in ("linear", "even", "given", "guarded", "counted", "parts", "threads")),
         ("parallel", ctypes.c_void_p),
     )

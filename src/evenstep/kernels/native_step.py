@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..constants import STEADY
-from ..guards import CROWD, LEAST
+from ..guards import CROWD, DRIFT, LEAST
 from . import native, tables
 
 ROW = tables.BIAS_STEP + 1  # addresses of a block
@@ -110,7 +110,8 @@ class Room:
         self.job.momentum, self.job.linear, self.job.even = float(self.momentum), linear, even
         self.job.given = layout.given is not None
         self.job.parallel = native.parallel()
-        self.job.crowd, self.job.least, self.job.steady = 0.0 if linear else CROWD, LEAST, STEADY
+        self.job.crowd, self.job.least = 0.0 if linear else CROWD, LEAST
+        self.job.steady, self.job.drift = STEADY, DRIFT
         self.job.addresses, self.job.shapes = map(ctypes.addressof, (self.addresses, self.shapes))
         for name in ("vectors", "columns", "layers", "sums", "motion"):
             setattr(self.job, name, getattr(self, name).data_ptr())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..constants import STEADY
-from ..guards import CROWD
+from ..guards import CROWD, DRIFT
 from ..segments import Segments
 from . import tables
 from .launch import Launcher, on
@@ -116,7 +116,7 @@ class TritonStep:
             self.settings = self._settings()
         room, count = self.room, len(layout.blocks)
         tensors = room.shapes, self.settings, room.vectors, room.fresh, room.layers, room.width, count
-        self._launch("frame", count, *tensors, LINEAR=linear, STEADY=STEADY, SLOTS=MOST_SLOTS)
+        self._launch("frame", count, *tensors, LINEAR=linear, STEADY=STEADY, DRIFT=DRIFT, SLOTS=MOST_SLOTS)
         self._rows("add_up" if layout.given is None else "show")
 
     def _launch(self, name: str, programs: int, *arguments: Any, parts: int = 1, **constants: Any) -> None:

@@ -10,7 +10,7 @@ from .triton_pointers import ADDRESSES, SETTINGS, SHAPES, SIZES, floats
 @triton.jit(do_not_specialize=SIZES)
 def frame(
     addresses, shapes, settings, vectors, fresh, layers, width, blocks,
-    LINEAR: tl.constexpr, STEADY: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR: tl.constexpr, STEADY: tl.constexpr, DRIFT: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
@@ -29,7 +29,8 @@ def frame(
         staged, centre = floats(tl.load(p + 6)), floats(tl.load(p + 8))
         mx, vx = floats(tl.load(p + 9)), floats(tl.load(p + 10))
         rows = tl.load(floats(tl.load(p + 7)))
-        started = tl.load(floats(tl.load(p + 11))) > 0
+        mass = tl.load(floats(tl.load(p + 11)))
+        started, unproven = mass > 0, (1 - mass) * (DRIFT * DRIFT)
         some = tl.maximum(rows, 1.0)
         bad = tl.zeros([BLOCK], dtype=tl.int32)
         for begin in range(0, count, BLOCK):
@@ -64,7 +65,7 @@ def frame(
             var = tl.maximum(var, steady * mean * mean)
             shift = mean - c
             q = tl.maximum((second - 2 * shift * first + rows * shift * shift) / some, 0.0)
-            q = tl.where(usable, q, var)
+            q = tl.maximum(tl.where(usable, q, var), unproven * mean * mean)
             raised = tl.maximum(var, q / tau)
             fired += tl.where(here & known & (q / tau > var), 1.0, 0.0)
             total += tl.where(here, raised, 0.0)
