@@ -9,8 +9,8 @@ decay. `biasless` compares, for layers without bias, the implied-b form with unc
 `kl-clip` bounds, on top of the guards, the whole step's length lr² · Σ δw·g in the metric that whitening stands for.
 
 `depth` trains dense nets of 4 to 24 layers of 64 units, PyTorch's initialization, under which signals vanish, on the
-package's own 4,000 images, batch 64, 8 epochs, constant stepsizes, three seeds; ours also without what the guards
-foresee (`guards.unproven`).
+package's own 4,000 images, batch 64, 8 epochs, constant stepsizes (ours the defaults), three seeds; ours also without
+what the guards foresee (`guards.unproven`).
 """
 
 import argparse
@@ -18,6 +18,7 @@ import itertools
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -117,30 +118,28 @@ def dense(data: Arrays, depth: int) -> nn.Sequential:
 
 
 RULES = {
-    "EvenStep": lambda m, **k: evenstep.EvenStep(m, lr=0.05, **k),
-    "WhitenedSGD": lambda m, **k: evenstep.WhitenedSGD(m, lr=0.3, **k),
-    "Whitened(AdamW)": lambda m, **k: evenstep.Whitened(m, torch.optim.AdamW, lr=1e-3, **k),
-    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
-    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "EvenStep": (evenstep.EvenStep, (0.05,)),
+    "WhitenedSGD": (evenstep.WhitenedSGD, (0.3,)),
+    "Whitened(AdamW)": (partial(evenstep.Whitened, base=torch.optim.AdamW), (1e-3,)),
+    "Adam": (lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr), (3e-4, 1e-3, 3e-3)),
+    "SGD": (lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), (0.03, 0.1, 0.3)),
 }
 
 
 def depth(arrays: Arrays, out: Path) -> None:
-    for layers, (name, build), seed in itertools.product((4, 8, 16, 24), RULES.items(), range(3)):
-        for foresight in (True, False) if name not in ("Adam", "SGD") else (True,):
+    for layers, (name, (build, rates)), seed in itertools.product((4, 8, 16, 24), RULES.items(), range(3)):
+        for foresight, lr in itertools.product((True, False) if len(rates) == 1 else (True,), rates):
             torch.manual_seed(seed)
             model = dense(arrays, layers)
-            with nullcontext() if foresight else mock.patch.object(guards, "DRIFT", 0.0):
-                optimizer = build(model, **({} if foresight else {"foreach": False}))
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*not finite")
-                    rows = train(model, optimizer, arrays, epochs=8, batch_size=64, seed=seed)
-            config = {"study": "depth", "layers": layers, "rule": name, "foresight": foresight, "data": arrays.name}
-            records.append(out, records.make(config, seed, rows))
+            with nullcontext() if foresight else mock.patch.object(guards, "DRIFT", 0.0), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not finite")
+                optimizer = build(model, lr=lr) if foresight else build(model, lr=lr, foreach=False)
+                rows = train(model, optimizer, arrays, epochs=8, batch_size=64, seed=seed)
+            config = {"study": "depth", "layers": layers, "rule": name, "lr": lr, "foresight": foresight}
+            records.append(out, records.make({**config, "data": arrays.name}, seed, rows))
             losses = " ".join(f"{row['train_loss']:.3g}" for row in rows)
-            print(
-                f"{layers:2} {name:16} {'' if foresight else 'without foresight':18} seed {seed}  {losses}", flush=True
-            )
+            how = "" if foresight else "without foresight"
+            print(f"{layers:2} {name:16} {lr:<6g} {how:18} seed {seed}  {losses}", flush=True)
 
 
 def main() -> None:
