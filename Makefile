@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-plain test-slow test-gpu test-browser test-sanitized test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-plain test-slow test-gpu test-browser test-sanitized test-kernels test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -33,7 +33,11 @@ test-sanitized: .venv/.installed-dev
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations $(PYTEST_ARGS)
 
-test-all: test test-plain test-slow test-integrations
+# Triton's kernels without a GPU: by its interpreter, and built for one
+test-kernels: .venv-kernels/.installed
+	.venv-kernels/bin/python -m pytest -q -n 2 -m kernels tests/test_interpreted.py $(PYTEST_ARGS)
+
+test-all: test test-plain test-slow test-kernels test-integrations
 
 FEATURES := -q -m "feature and not gpu" -o addopts="" --strict-markers
 compatibility: .venv/.installed-dev .venv-integrations/.installed
@@ -68,9 +72,9 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-# trainers bring many packages: they get an environment of their own
-.venv-integrations/.installed: pyproject.toml constraints.txt
-	@echo "Installing evenstep[test,integrations] into .venv-integrations ..."
-	@$(PYTHON) -m venv .venv-integrations
-	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test,integrations]"
+# trainers, and Triton, bring much: they get environments of their own
+.venv-%/.installed: pyproject.toml constraints.txt
+	@echo "Installing evenstep[test,$*] into .venv-$* ..."
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test,$*]"
 	@touch $@

@@ -1,0 +1,117 @@
+"""Triton's kernels on the CPU, by its interpreter: run with TRITON_INTERPRET=1 in a process of their own.
+
+Its argument `steps NAME` holds the step kernels to the loop over blocks, `moments` the moments kernel to float64.
+"""
+
+import itertools
+import sys
+import warnings
+
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
+
+import test_kernels
+from evenstep import layout, shell
+from evenstep.kernels import moments, native, step, tables
+from evenstep.layers import Look
+from evenstep.moments import thinned
+from evenstep.stages import Stage
+
+
+def with_bools(name, place):
+    """Triton 3.9's interpreter wants bools for a mask, and makes numbers of a bool that it combines with another."""
+    plain = getattr(InterpreterBuilder, name)
+
+    def masked(self, *arguments):
+        mask = arguments[place]
+        mask.data = mask.data.astype(bool)
+        return plain(self, *arguments)
+
+    setattr(InterpreterBuilder, name, masked)
+
+
+def by_halves(self, given):
+    """A reduction by a kernel's own function, of half the numbers with the other half: not one number at a time."""
+    found = [tensor.handle.data for tensor in given]
+    while (size := found[0].shape[self.axis]) > 1:
+        assert size % 2 == 0
+        halves = [np.split(data, 2, self.axis) for data in found]
+        both = [[self.to_tensor(half[k], t.dtype) for half, t in zip(halves, given, strict=True)] for k in (0, 1)]
+        added = self.combine_fn.fn(*both[0], *both[1])
+        found = [t.handle.data.reshape(half[0].shape) for t, half in zip(added, halves, strict=True)]
+    return [self.to_tensor(data.squeeze(self.axis), t.dtype) for data, t in zip(found, given, strict=True)]
+
+
+class Direct:
+    """A table that needs no sending."""
+
+    def __init__(self, rows, columns, dtype, device):
+        self.dtype, self.last, self.there = dtype, None, None
+
+    def send(self, now):
+        self.there = torch.tensor(now, dtype=self.dtype)
+        return self.there
+
+
+def steps_by_triton():
+    """Let the step kernels take tensors on the CPU."""
+    native.library = lambda dtype: None
+    step.Sent = Direct
+    torch.cuda.is_current_stream_capturing = lambda: False
+    shell.begin = step.TritonStep
+    yes, move, commit = torch.ones((), dtype=torch.bool), step.TritonStep.move, step.TritonStep.commit
+    step.TritonStep.move = lambda self, ok, floor: move(self, yes, floor)
+    step.TritonStep.commit = lambda self, ok: commit(self, yes)
+    layout.shows = lambda block, joint: not joint or layout.inner(block) == block.matrix(block.weight).shape[3]
+
+
+def steps(name):
+    """Hold steps by the kernels to those of the loop, block by block."""
+    steps_by_triton()
+    agree = test_kernels.assert_steps_agree
+    for poison in ((), (1,)):
+        torch.manual_seed(3)
+        agree(name, test_kernels.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")  # for all that layouts know
+    step.SHAPE["measure"] = 1, 16  # so that several programs share the embedding
+    tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
+    for shifted in (False, True):
+        net = test_kernels.Net(wide=True, rows=40, long=19 * 24)
+        agree(name, net, "cpu", 1e-3, steps=2, by="torch", shifted=shifted)
+
+
+def moments_of_all():
+    """Hold the moments kernel to float64."""
+    moments.serves = lambda x, slots: True
+    moments.slots = lambda like, device=None: moments.SLOTS
+    shapes = [*test_kernels.SHAPES, ((6, 5, 2, 3), 1), ((40, 160), 1), ((2, 40, 96), 2)]
+    kinds = itertools.cycle([torch.float32, torch.bfloat16, torch.float16, torch.float32])  # in turn: it takes time
+    for k, ((shape, dim), lying) in enumerate(itertools.product(shapes, test_kernels.LAYOUTS)):
+        x = test_kernels.inputs_like(shape, next(kinds), lying, "cpu")
+        test_kernels.assert_moments_agree(x, dim, add_by_kernel, 32 if k % 5 == 0 else None)
+    forwards_are_told_apart()
+
+
+def add_by_kernel(stage, look):
+    """One call, by the kernel."""
+    rows = thinned(look.x, look.dim, stage.limit)
+    assert moments.add(rows, look, stage, {})
+
+
+def forwards_are_told_apart():
+    """Calls of one forward count their examples once, others always."""
+    stage = Stage(3, 0, torch.zeros(1))
+    stage._clock.fill_(1.5)
+    for running in (True, True, False, False):
+        stage.forwards.running = running
+        add_by_kernel(stage, Look(torch.randn(5, 3), 1, 5, 5))
+    assert stage._tally.tolist() == [20, 0, 20, 15]
+
+
+if __name__ == "__main__":
+    with_bools("create_masked_load", 1)
+    with_bools("create_masked_store", 2)
+    ReduceOps.generic_reduce = by_halves
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    {"steps": steps, "moments": moments_of_all}[sys.argv[1]](*sys.argv[2:])
