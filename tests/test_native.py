@@ -17,7 +17,7 @@ import evenstep
 from conftest import needs_c
 from evenstep.kernels import native, native_step
 from evenstep.layers import Look
-from evenstep.moments import batch_moments, thinned
+from evenstep.moments import accumulation_dtype, batch_moments, thinned
 from evenstep.stages import Stage, glance
 from test_kernels import OPTIMIZERS, SHAPES, Net, backward, states, train
 
@@ -165,7 +165,7 @@ else:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided", "thinned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize(("shape", "dim"), [*SHAPES, ((300,), 0)], ids=str)
 def test_sums_against_float64(shape, dim, mean, dtype, layout):
@@ -175,7 +175,8 @@ def test_sums_against_float64(shape, dim, mean, dtype, layout):
     elif layout == "strided":
         x = torch.stack([x, x], -1)[..., 0]
     limit = 40 if layout == "thinned" else None
-    stage, again = (Stage(shape[dim], 0, torch.zeros(1, dtype=dtype), limit=limit) for _ in range(2))
+    wide = accumulation_dtype(dtype)
+    stage, again = (Stage(shape[dim], 0, torch.zeros(1, dtype=wide), limit=limit) for _ in range(2))
     for each in (stage, again):
         known = glance(x, Look(None, dim, 1, 1), limit)
         for _ in range(2):
@@ -185,7 +186,7 @@ def test_sums_against_float64(shape, dim, mean, dtype, layout):
     exact = thinned(x, dim, limit).double().movedim(dim, -1).reshape(-1, shape[dim])
     assert stage.counts_here()[0] == 2 * len(exact)
     found_mean, found_var = batch_moments(stage.sums(), stage.centre)
-    close = 1e-6 if dtype == torch.float32 else 1e-13
+    close = 1e-6 if wide == torch.float32 else 1e-13
     var = exact.var(0, correction=0)
     assert_close(found_mean.double(), exact.mean(0), rtol=close, atol=10 * close)
     assert_close(found_var.double(), var, rtol=50 * close, atol=10 * close)
@@ -204,7 +205,7 @@ def test_a_long_sum_does_not_lose_what_is_small():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda x: x.to(torch.bfloat16),
+        lambda x: x.to(torch.float16),
         lambda x: torch.complex(x, x).conj().imag,  # numbers that are to be negated when read
         lambda x: x.as_subclass(type("Marked", (torch.Tensor,), {})),
         lambda x: x.view(1, 1, 1, 1, 6, 5).expand(2, 1, 3, 1, 6, 5),
@@ -232,9 +233,9 @@ def test_zeros_that_lie_nowhere():
 def test_calls_of_several_kinds_add_up():
     """The same layer in single precision and in half: what C has added up and what torch holds come together."""
     torch.manual_seed(0)
-    x = torch.randn(3, 6, 5)
+    x = torch.randn(4, 6, 5)
     stage, plain = (Stage(5, 0, torch.zeros(1)) for _ in range(2))
-    for part in (x[0], x[1].bfloat16(), x[2]):
+    for part in (x[0], x[1].bfloat16(), x[2].half(), x[3]):
         stage.see(Look(part, -1, 6, 6))
         plain._add(part, Look(part, -1, 6, 6))
     assert_close(stage.tally[:3], plain.tally[:3])

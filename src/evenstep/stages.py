@@ -161,7 +161,7 @@ class Stage:
         self.centres: dict[int, Tensor] = {}  # the centre, to meet inputs with so many dimensions behind them
         self.empty_at = -1, -1
         found = native.library(self.centre.dtype) if device.type == "cpu" else None
-        self.add_here = None if found is None else found.add_moments
+        self.adders: dict[torch.dtype, Any] = {} if found is None else found.adders
         self.room = torch.zeros(2, self.inputs if found else 0, dtype=self.centre.dtype)  # for what C adds up
         self.in_room = self.room[0], self.room[1]
         self.room_at = self.room[0].data_ptr(), self.room[1].data_ptr()
@@ -295,7 +295,8 @@ class Stage:
 
     def _add_up(self, x: Tensor, known: Glance) -> bool:
         """Add up a call on the CPU by C; False if it cannot: what is large is faster on several threads."""
-        if known.table is None or self.add_here is None or x.dtype is not self.centre.dtype:
+        add = self.adders.get(x.dtype)
+        if known.table is None or add is None:
             return False
         address = x.data_ptr()
         if not address or x.is_neg() or known.table[0] != self.inputs:  # a layer may have other inputs than it had
@@ -306,7 +307,7 @@ class Stage:
         if not self.centred:
             assert known.rows is not None
             self._centre_on(known.rows.of(x.detach()), known.look.dim)
-        self.add_here(address, known.table, self.centre.data_ptr(), *self.room_at, held.before is not None)
+        add(address, known.table, self.centre.data_ptr(), *self.room_at, held.before is not None)
         held.before = self.in_room
         self._count(held, known)
         return True

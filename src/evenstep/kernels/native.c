@@ -43,12 +43,22 @@ static inline real *at(const int64_t *p, int name) { return (real *)(intptr_t)p[
 
 static inline real inverse_root(real x) { return x > (real)TINY ? 1 / sqrt(x) : 0; }
 
+/* A number of a layer's input, which may be in bfloat16: the upper half of a float. */
+static inline __attribute__((always_inline)) real number(const void *x, int64_t i, const int half) {
+    if (!half) return ((const real *)x)[i];
+    union {
+        uint32_t bits;
+        float value;
+    } whole = {(uint32_t)((const uint16_t *)x)[i] << 16};
+    return whole.value;
+}
+
 /* Add a row's x − c and (x − c)² to sums; faster where `inputs` is a constant. */
 static inline __attribute__((always_inline)) void add_row(
-    const real *row, const real *centre, real *first, real *second, const int64_t inputs) {
+    const void *x, int64_t row, const real *centre, real *first, real *second, const int64_t inputs, const int half) {
 #pragma omp simd
     for (int64_t i = 0; i < inputs; i++) {
-        const real away = row[i] - centre[i];
+        const real away = number(x, row + i, half) - centre[i];
         first[i] += away;
         second[i] += away * away;
     }
@@ -56,12 +66,14 @@ static inline __attribute__((always_inline)) void add_row(
 
 /* Sums of x − c and (x − c)² over rows, for each input. `shape`: inputs, the distance between two of them, where
  * the first is, then sizes and strides of four dimensions of rows. */
-void add_moments(const real *x, const int64_t *shape, const real *centre, real *first, real *second, int64_t more) {
+static inline __attribute__((always_inline)) void add_rows(
+    const void *x, const int64_t *shape, const real *centre, real *first, real *second, int64_t more, const int half) {
     const int64_t inputs = shape[0], step = shape[1], *n = shape + 3, *s = shape + 7;
     const int64_t tile = step == 1 ? TILE : 1;
     for (int64_t begin = 0; begin < inputs; begin += tile) {
         const int64_t wide = inputs - begin < tile ? inputs - begin : tile;
-        const real *c = centre + begin, *from = x + shape[2] + begin * step;
+        const real *c = centre + begin;
+        const int64_t from = shape[2] + begin * step;
         real a[TILE], b[TILE];
         double all[TILE], squares[TILE];
         int64_t seen = 0;
@@ -69,18 +81,18 @@ void add_moments(const real *x, const int64_t *shape, const real *centre, real *
         for (int64_t i0 = 0; i0 < n[0]; i0++)
             for (int64_t i1 = 0; i1 < n[1]; i1++)
                 for (int64_t i2 = 0; i2 < n[2]; i2++) {
-                    const real *row = from + i0 * s[0] + i1 * s[1] + i2 * s[2];
+                    const int64_t row = from + i0 * s[0] + i1 * s[1] + i2 * s[2];
                     for (int64_t done = 0; done < n[3];) {
                         int64_t some = n[3] - done < ROWS - seen ? n[3] - done : ROWS - seen;
                         if (step == 1 && wide == TILE) {
-                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(row + i3 * s[3], c, a, b, TILE);
+                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(x, row + i3 * s[3], c, a, b, TILE, half);
                         } else if (step == 1) {
-                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(row + i3 * s[3], c, a, b, wide);
+                            for (int64_t i3 = done; i3 < done + some; i3++) add_row(x, row + i3 * s[3], c, a, b, wide, half);
                         } else {
                             real one = 0, two = 0;
 #pragma omp simd reduction(+ : one, two)
                             for (int64_t i3 = done; i3 < done + some; i3++) {
-                                real away = row[i3 * s[3]] - c[0];
+                                real away = number(x, row + i3 * s[3], half) - c[0];
                                 one += away;
                                 two += away * away;
                             }
@@ -101,6 +113,15 @@ void add_moments(const real *x, const int64_t *shape, const real *centre, real *
             second[begin + i] = more ? second[begin + i] + squares[i] : squares[i];
         }
     }
+}
+
+void add_moments(const void *x, const int64_t *shape, const real *centre, real *first, real *second, int64_t more) {
+    add_rows(x, shape, centre, first, second, more, 0);
+}
+
+void add_moments_of_halves(
+    const void *x, const int64_t *shape, const real *centre, real *first, real *second, int64_t more) {
+    add_rows(x, shape, centre, first, second, more, 1);
 }
 
 /* Coordinates of one block: μ, α and both spreads of its inputs, β, S, whether its batch is usable. */

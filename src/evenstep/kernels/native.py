@@ -63,8 +63,10 @@ def loaded(dtype: torch.dtype) -> tuple[Any, str]:
         found = opened(command(dtype))
         found.look.restype = found.join.restype = ctypes.c_int64
         found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
-        found.add_moments.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
-        found.act.restype = found.add_moments.restype = None
+        found.act.restype = None
+        found.adders = {dtype: found.add_moments, torch.bfloat16: found.add_moments_of_halves}  # by an input's dtype
+        for add in found.adders.values():
+            add.argtypes, add.restype = [*[ctypes.c_void_p] * 5, ctypes.c_int64], None
     except subprocess.CalledProcessError as error:
         return None, f"the C compiler failed: {error.stderr.decode(errors='replace').strip()[-500:]}"
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:  # CC may be anything
