@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from evenstep.lab import bench, cli, records
+from evenstep.lab import bench, bench_goals, cli, records
 from evenstep.lab.bench_models import SUBJECTS
 
 
@@ -133,3 +133,42 @@ def test_a_table_takes_records_measured_by_one_contender(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             bench.main(["--table", str(path)])
         assert said in capsys.readouterr().err
+
+
+def measured(model, device="cuda", state=0.002, **ratios):
+    """A record as the bench makes it."""
+    config = {"bench": True, **bench.asdict(bench.Setting(model, (), device, autocast=True, compiled=True))}
+    rows = [("sgd", 1.0), *((name.replace("_", "-"), ratio) for name, ratio in ratios.items())]
+    rows = [{"contender": name, "ratio": ratio, "state_per_parameter": state} for name, ratio in rows]
+    return {"config": config, "metrics": rows}
+
+
+def test_goals_are_judged_by_the_newest_records_of_them():
+    old, new = (measured("gpt2-small", whitened_sgd=ratio, evenstep=1.02) for ratio in (1.0, 1.0201))
+    eager, small = (measured("gpt2-small", whitened_sgd=9.0, evenstep=9.0) for _ in range(2))
+    eager["config"]["compiled"], small["config"]["batch"] = False, 2
+    rows = {row.what: row for row in bench_goals.verdicts([old, eager, new, small])}
+    assert rows["gpt2-small, compiled, bf16"].missed == ["whitened-sgd"]
+    assert rows["gpt2-small, eager, bf16"].missed == ["whitened-sgd", "evenstep"]
+    assert rows["vit-b16, compiled, bf16"].found == {} and len(rows) == 6
+    assert rows["gpt2-small, state beyond momentum, floats per parameter"].missed == []
+    lines = bench_goals.table(list(rows.values())).splitlines()
+    assert "| gpt2-small, compiled, bf16 | 1.01 | 1.02 | **1.020** | 1.020 |" in lines
+    assert "| vit-b16, compiled, bf16 | 1.01 | 1.02 | – | – |" in lines and len({line.count("|") for line in lines}) == 1
+
+
+def test_a_goal_is_missed_that_batch_norm_meets_more_cheaply():
+    record = measured("paper-cnn", "cpu", whitened_sgd=1.03, evenstep=1.01, batch_norm=1.02)
+    record["config"] |= {"autocast": False, "compiled": False}
+    assert [row.missed for row in bench_goals.verdicts([record])] == [["whitened-sgd"], []]
+
+
+@pytest.mark.parametrize("of_command", [True, False])
+def test_goals_are_timed_and_judged_by_the_exit_code(of_command, monkeypatch, tmp_path, capsys):
+    for best, code in ((1e9, 0), (0.0, 1)):
+        monkeypatch.setitem(bench_goals.GOALS, "cpu", [bench_goals.Goal(best, best, {"model": "gpt-tiny"})])
+        words = ["--goals", "--rounds", "2", "--threads", "1"]
+        with pytest.raises(SystemExit) as done:
+            cli.main(["bench", *words, "--out", str(tmp_path)]) if of_command else sys.exit(bench.main(words))
+        shown = capsys.readouterr().out
+        assert done.value.code == code and "| gpt-tiny, eager |" in shown and shown.count("**") == 4 * code

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 import evenstep
-from evenstep.lab import records, usage
+from evenstep.lab import bench_goals, records, usage
 from evenstep.lab.bench_models import SUBJECTS
 
 
@@ -152,6 +152,7 @@ class Contender:
         return sum(sizes) / sum(p.numel() for p in self.model.parameters())
 
 
+MODELS = ("paper-cnn", "paper-cnn-4")
 BURST = 0.6  # seconds of steps in a row on a GPU, nobody waiting: in training the host runs ahead of the device
 
 
@@ -233,17 +234,9 @@ def summary(contender: Contender, times: dict[str, list[float]], memory: int | N
     }
 
 
-def title(record: records.Record) -> str:
-    """What was timed, in words."""
-    c = record["config"]
-    sizes = [f"{k} {c[k]}" for k in ("width", "depth", "batch") if c.get(k) is not None]
-    how = [w for w, on in (("bf16", c["autocast"]), ("channels_last", c["channels_last"])) if on]
-    return ", ".join([c["model"], *sizes, "compiled" if c["compiled"] else "eager", *how])
-
-
 def table(record: records.Record) -> str:
     """The rows as text."""
-    lines = [f"{title(record)}, {record['environment']['device']}"]
+    lines = [f"{bench_goals.title(record['config'])}, {record['environment']['device']}"]
     for row in record["metrics"]:
         state = row["state_per_parameter"]
         lines.append(
@@ -269,7 +262,8 @@ def markdown(found: Sequence[records.Record]) -> str:
             f"{r['ratio']:.3f} ({r['ratio_low']:.3f} to {r['ratio_high']:.3f})" if (r := rows.get(name)) else ""
             for name in names
         ]
-        lines.append(f"| {title(record)} | {1e3 * rows[first]['seconds']:.2f} | " + " | ".join(cells) + " |")
+        cells = [bench_goals.title(record["config"]), f"{1e3 * rows[first]['seconds']:.2f}", *cells]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -286,13 +280,26 @@ def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep
     return found
 
 
+def for_goals(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:
+    """The comparisons whose costs have goals on the device of `base`."""
+    flags = {"--model": tuple(models) != MODELS, "--batch": batches, "--sweep": sweep, "--compiled": base.compiled}
+    flags |= {"--autocast": base.autocast, "--channels-last": base.channels_last}
+    if given := [flag for flag, on in flags.items() if on]:
+        raise usage.UsageError(f"--goals says itself what is timed and how; leave out {', '.join(given)}")
+    kind = base.device.partition(":")[0]
+    usage.known_name(kind, bench_goals.GOALS, "device with goals")
+    return [replace(base, contenders=bench_goals.CONTENDERS[kind], **goal.how) for goal in bench_goals.GOALS[kind]]
+
+
 def taking_part(setting: Setting) -> list[str]:
     """The contenders that the network can have, each once."""
     can = SUBJECTS[setting.model].norm
     return [name for name in dict.fromkeys(setting.contenders) if name != "batch-norm" or can]
 
 
-def checked(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:
+def checked(
+    base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool, goals: bool = False
+) -> list[Setting]:
     """The comparisons asked for, if all of them can be made."""
     for name in models:
         usage.known_name(name, SUBJECTS, "network")
@@ -307,7 +314,7 @@ def checked(base: Setting, models: Sequence[str], batches: Sequence[int], sweep:
     usage.in_range(base.rounds, 2, 100_000, "--rounds")
     usage.in_range(base.threads, 0, 1024, "--threads")
     usage.in_range(base.seed, 0, 2**63 - 1, "--seed")
-    found = settings(base, models, batches, sweep)
+    found = (for_goals if goals else settings)(base, models, batches, sweep)
     for setting in found:
         if not (names := taking_part(setting)):
             raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
@@ -332,11 +339,11 @@ def left_out(found: Sequence[Setting]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Without rich and tyro, for machines that have torch alone."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Without rich and tyro, for machines that have torch alone; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     networks, optimizers = f"any of {', '.join(SUBJECTS)}", f"any of {', '.join(CONTENDERS)}"
-    parser.add_argument("--model", nargs="*", default=["paper-cnn", "paper-cnn-4"], help=networks)
+    parser.add_argument("--model", nargs="*", default=[*MODELS], help=networks)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--contenders", nargs="*", default=["sgd", "whitened-sgd", "evenstep"], help=optimizers)
     parser.add_argument("--device", default="cpu")
@@ -347,40 +354,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--goals", action="store_true", help="time what has a goal, and say whether it is met")
     parser.add_argument("--out", type=Path, help="file to add the records to")
     parser.add_argument("--table", type=Path, help="no run: the records of this file as a table for the docs")
     args = parser.parse_args(arguments)
     try:
-        show(args.table) if args.table is not None else compare(args)
+        return show(args.table, args.goals) if args.table is not None else compare(args)
     except usage.UsageError as error:
         parser.exit(2, f"bench: {error}\n")
 
 
-def show(path: Path) -> None:
-    """Print the records of a file as a table for the docs."""
+def show(path: Path, goals: bool) -> int:
+    """Print the records of a file as a table for the docs, or what they say of goals; the exit code."""
     found = [r for r in records.read(path) if r["config"].get("bench") is True] if path.is_file() else []
     if not found:
         raise usage.UsageError(f"--table {path}: no record of bench there; give a file that --out wrote")
+    if goals:
+        return judge(found, print)
     print(markdown(found))
+    return 0
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Time what is asked for."""
+def judge(found: Sequence[records.Record], say: Callable[[str], Any]) -> int:
+    """Say which goals are met by records; the exit code, 1 if a limit is exceeded."""
+    rows = bench_goals.verdicts(found)
+    say(bench_goals.table(rows))
+    return int(any(row.missed for row in rows))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Time what is asked for; the exit code."""
     base = Setting(
         "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,
         args.threads, seed=args.seed,
     )  # fmt: skip
-    found = checked(base, args.model, args.batch, args.sweep)
+    found = checked(base, args.model, args.batch, args.sweep, args.goals)
     if args.out is not None:
         usage.writable_folder(args.out.parent)
     for line in left_out(found):
         print(line)
+    made = []
     for setting in found:
-        record = run(setting)
+        made.append(record := run(setting))
         print(table(record), flush=True)
         if args.out is not None:
             records.append(args.out, record)
+    return judge(made, print) if args.goals else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

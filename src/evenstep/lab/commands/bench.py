@@ -14,7 +14,7 @@ from evenstep.lab.commands import shared
 class Options:
     """Time training steps of several optimizers on the same network, interleaved in one run, as ratios to the first."""
 
-    model: tuple[str, ...] = ("paper-cnn", "paper-cnn-4")
+    model: tuple[str, ...] = bench.MODELS
     """Networks: paper-cnn, paper-cnn-4, alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small, gpt-tiny, mlp."""
     contenders: tuple[str, ...] = ("sgd", "batch-norm", "whitened-sgd", "evenstep")
     """Optimizers: sgd, adamw-fused, muon, batch-norm (SGD with it), whitened-sgd, evenstep, evenstep-loop (the loop),
@@ -34,6 +34,9 @@ class Options:
     """Lay images out with channels last."""
     sweep: bool = False
     """Also show how cost grows with width, batch and depth of a dense network."""
+    goals: bool = False
+    """Time what has a goal on this device instead (its own networks and contenders), and say whether it is met; the
+    exit code is 1 where a limit is exceeded."""
     seed: int = 0
     """Seed of weights and data."""
     threads: int = 0
@@ -59,17 +62,18 @@ def main(options: Options) -> int:
         options.threads,
         seed=options.seed,
     )
-    found = bench.checked(base, options.model, options.batch, options.sweep)
+    found = bench.checked(base, options.model, options.batch, options.sweep, options.goals)
     path = usage.writable_folder(options.out) / "bench.jsonl"
-    console = Console()
+    console, made = Console(), []
     for line in bench.left_out(found):
         console.print(line, highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(found) * options.rounds)  # of all, so that the time left is, too
         for setting in found:
             progress.update(bar, description=setting.model)
-            record = bench.run(setting, lambda _: progress.advance(bar))
+            made.append(record := bench.run(setting, lambda _: progress.advance(bar)))
             records.append(path, record)
             console.print(bench.table(record), highlight=False, soft_wrap=True)
+    missed = options.goals and bench.judge(made, lambda text: console.print(text, highlight=False, soft_wrap=True))
     console.print(f"Records: {path}", highlight=False, soft_wrap=True)
-    return 0
+    return int(missed)
