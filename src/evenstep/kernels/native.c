@@ -6,12 +6,15 @@
 #include <float.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <string.h>
 #include <tgmath.h>
 
 typedef REAL real;
 
 #define TILE 64   /* inputs that are summed at a time */
 #define ROWS 256  /* rows after which sums join others in double */
+#define SOON 4096 /* bytes ahead that are asked for */
+#define LANES (64 / (int64_t)sizeof(real)) /* weights of a row that are taken at once */
 
 enum { SQUARES, ALONG, STRETCH, BEND, LEVELS, LENGTHS, DIRECTION, SHIFT, KAPPA, NORM2, BENT2 }; /* rows of `sums` */
 enum { GAIN, BACK, BIAS };                                                                     /* rows of `motion` */
@@ -244,27 +247,93 @@ static real show(const Job *j, int64_t block, int64_t begin, int64_t end, real *
     return nothing;
 }
 
-/* Sums over one row, for `measure`. `even` and `projected` are constants where this is called. */
+typedef real lanes __attribute__((vector_size(64)));
+
+/* A unit's row: its gradient, momentum and weights. */
+typedef struct {
+    const real *grad;
+    real *buffer, *weight;
+    real shift;
+} Row;
+
+/* Some columns, as many as there are lanes or, at the end of a row, fewer; faster where `count` is a constant. */
+static inline __attribute__((always_inline)) lanes from(const real *x, const int64_t count) {
+    lanes found = {0};
+    if (count == LANES)
+        memcpy(&found, x, sizeof found);
+    else
+        for (int64_t k = 0; k < count; k++) found[k] = x[k];
+    return found;
+}
+
+static inline __attribute__((always_inline)) void put(real *x, const lanes value, const int64_t count) {
+    if (count == LANES)
+        memcpy(x, &value, sizeof value);
+    else
+        for (int64_t k = 0; k < count; k++) x[k] = value[k];
+}
+
+static inline __attribute__((always_inline)) real total(const lanes x) {
+    real found = 0;
+    for (int64_t k = 0; k < LANES; k++) found += x[k];
+    return found;
+}
+
+/* Ask for what comes soon: processors do not look beyond a page of memory, which is about as long as a row. */
+static inline __attribute__((always_inline)) void foresee(const Row *row, int64_t c, const int held) {
+    __builtin_prefetch((const void *)((uintptr_t)(row->grad + c) + SOON));
+    __builtin_prefetch((const void *)((uintptr_t)(row->weight + c) + SOON));
+    if (held) __builtin_prefetch((const void *)((uintptr_t)(row->buffer + c) + SOON));
+}
+
+typedef struct {
+    lanes squares, along, stretch, bend, means, lengths, bad;
+} RowSums;
+
+/* Add columns to a row's sums. `held`, `even` and `projected` are constants where this is called. */
+static inline __attribute__((always_inline)) void add_columns(
+    RowSums *to, const Columns *now, const Row *row, int64_t c, const int64_t count, real m, const int held,
+    const int even, const int projected) {
+    const lanes g = from(row->grad + c, count), w = from(row->weight + c, count), u = from(now->u + c, count);
+    const lanes on_v = from(now->scaled + c, count) * g - row->shift * u;
+    const lanes kept = held ? m * from(row->buffer + c, count) + on_v : on_v, d = even ? m * kept + on_v : kept;
+    const lanes pull = from(now->bent + c, count) * d;
+    if (even) to->squares += on_v * on_v;
+    to->along += u * d;
+    to->stretch += pull * d;
+    if (projected) to->bend += pull * u;
+    to->means += from(now->mu + c, count) * w;
+    to->lengths += w * w * from(now->spread + c, count);
+    to->bad += g * 0;
+}
+
+/* Sums over one row, for `measure`; NaN if a gradient of it is not finite. */
 static inline __attribute__((always_inline)) real row_sums(
-    const Columns *now, int64_t columns, const real *grad, const real *buffer, const real *weight, real shift, real m,
-    const int even, const int projected, real *to, int64_t units) {
-    const real *mu = now->mu, *spread = now->spread, *scaled = now->scaled, *u = now->u, *bent = now->bent;
-    real squares = 0, along = 0, stretch = 0, bend = 0, means = 0, lengths = 0, bad = 0;
-#pragma omp simd reduction(+ : squares, along, stretch, bend, means, lengths, bad)
-    for (int64_t c = 0; c < columns; c++) {
-        const real g = grad[c], w = weight[c], on_v = scaled[c] * g - shift * u[c], held = m * buffer[c] + on_v;
-        const real d = even ? m * held + on_v : held, pull = bent[c] * d;
-        if (even) squares += on_v * on_v;
-        along += u[c] * d;
-        stretch += pull * d;
-        if (projected) bend += pull * u[c];
-        means += mu[c] * w;
-        lengths += w * w * spread[c];
-        bad += g * 0;
+    const Columns *now, const Row *row, int64_t columns, real m, const int held, const int even, const int projected,
+    real *to, int64_t units) {
+    RowSums sums = {0};
+    int64_t c = 0;
+    for (; c + LANES <= columns; c += LANES) {
+        foresee(row, c, held);
+        add_columns(&sums, now, row, c, LANES, m, held, even, projected);
     }
-    to[SQUARES * units] = squares, to[ALONG * units] = along, to[STRETCH * units] = stretch, to[BEND * units] = bend;
-    to[LEVELS * units] = means, to[LENGTHS * units] = lengths;
-    return bad + squares * 0;
+    if (c < columns) add_columns(&sums, now, row, c, columns - c, m, held, even, projected);
+    const real squares = total(sums.squares);
+    to[SQUARES * units] = squares, to[ALONG * units] = total(sums.along), to[STRETCH * units] = total(sums.stretch);
+    to[BEND * units] = total(sums.bend), to[LEVELS * units] = total(sums.means);
+    to[LENGTHS * units] = total(sums.lengths);
+    return total(sums.bad) + squares * 0;
+}
+
+/* `row_sums` with constants: a loop for each of them. */
+static real row_sums_of(
+    const Job *j, const Columns *now, const Row *row, int64_t columns, real *to, int64_t units) {
+    const real m = j->momentum;
+    const int projected = now->kappa > 0;
+#define OF(held, even, projected) row_sums(now, row, columns, m, held, even, projected, to, units)
+    if (j->even) return m ? projected ? OF(1, 1, 1) : OF(1, 1, 0) : projected ? OF(0, 1, 1) : OF(0, 1, 0);
+    return m ? projected ? OF(1, 0, 1) : OF(1, 0, 0) : projected ? OF(0, 0, 1) : OF(0, 0, 0);
+#undef OF
 }
 
 /* A row of the gradient, or of the step on v that a rule has given for it. */
@@ -282,18 +351,11 @@ static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real
     for (int64_t row = begin; row < end; row++) {
         if (row == begin || row % s[PER_GROUP] == 0)
             now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
-        const real *grad = row_of(j, p, s, row), *weight = at(p, WEIGHT) + row * columns;
-        const real *buffer = m ? at(p, BUFFER) + row * columns : grad;
+        const real *grad = row_of(j, p, s, row);
         const real shift = j->given ? 0 : shift_of(p, s, &now, grad, row, scale);
+        const Row here = {grad, m ? at(p, BUFFER) + row * columns : 0, at(p, WEIGHT) + row * columns, shift};
         real direction = 0, *to = j->sums + s[START] + row;
-        if (now.kappa > 0 && j->even)
-            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 1, to, units);
-        else if (now.kappa > 0)
-            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 0, 1, to, units);
-        else if (j->even)
-            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 1, 0, to, units);
-        else
-            nothing += row_sums(&now, columns, grad, buffer, weight, shift, m, 0, 0, to, units);
+        nothing += row_sums_of(j, &now, &here, columns, to, units);
         if (j->given) {
             if (s[FLAGS] & TRAINED) direction = at(p, BIAS_GIVEN)[row * s[BIAS_SHOWN_ROW]];
         } else if (s[FLAGS] & TRAINED) {
@@ -380,40 +442,57 @@ static void measure(const Job *j, int64_t block) {
     }
 }
 
+/* How a unit's row moves: w ← `left` w + `gain` α∘(D − `back` u), its direction D = `on` g + `held_by` times momentum. */
+typedef struct {
+    real left, gain, back, on, held_by;
+} Motion;
+
+static inline __attribute__((always_inline)) void move_columns(
+    const Columns *now, const Row *row, const Motion *by, int64_t c, const int64_t count, real m, const int held) {
+    const lanes u = from(now->u + c, count), alpha = from(now->alpha + c, count), w = from(row->weight + c, count);
+    const lanes on_v = from(now->scaled + c, count) * from(row->grad + c, count) - row->shift * u;
+    lanes d = on_v;
+    if (held) {
+        const lanes kept = m * from(row->buffer + c, count) + on_v;
+        put(row->buffer + c, kept, count);
+        d = by->on * on_v + by->held_by * kept;
+    }
+    put(row->weight + c, by->left * w + by->gain * alpha * (d - by->back * u), count);
+}
+
+static inline __attribute__((always_inline)) void move_row(
+    const Columns *now, const Row *row, const Motion *by, int64_t columns, real m, const int held) {
+    int64_t c = 0;
+    for (; c + LANES <= columns; c += LANES) {
+        foresee(row, c, held);
+        move_columns(now, row, by, c, LANES, m, held);
+    }
+    if (c < columns) move_columns(now, row, by, c, columns - c, m, held);
+}
+
 /* Move weights, biases and momenta of rows of one block. */
 static void move(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
     const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES;
     const int64_t columns = s[COLUMNS], units = j->units;
     const double *g = j->settings + block * SETTINGS;
-    const real scale = scale_of(j, s, block), m = j->momentum, on = j->even ? 1 : 0, held_by = j->even ? m : 1;
-    const real left = 1 - g[RATE] * g[RATIO] * g[DECAYED], left_bias = 1 - g[BIAS_RATE] * g[RATIO] * g[BIAS_DECAYED];
+    const real scale = scale_of(j, s, block), m = j->momentum, left_bias = 1 - g[BIAS_RATE] * g[RATIO] * g[BIAS_DECAYED];
+    Motion by = {.left = 1 - g[RATE] * g[RATIO] * g[DECAYED], .on = j->even ? 1 : 0, .held_by = j->even ? m : 1};
     Columns now = {0};
     for (int64_t row = begin; row < end; row++) {
         if (row == begin || row % s[PER_GROUP] == 0)
             now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
-        const real *alpha = now.alpha, *scaled = now.scaled, *u = now.u;
-        const real *grad = row_of(j, p, s, row);
-        real *weight = at(p, WEIGHT) + row * columns, *buffer = m ? at(p, BUFFER) + row * columns : 0;
         const real shift = j->sums[SHIFT * units + s[START] + row], *motion = j->motion + s[START] + row;
-        const real gain = motion[GAIN * units], back = motion[BACK * units];
         if (s[FLAGS] & TRAINED) {
             at(p, LEVEL)[row] = at(p, LEVEL)[row] * left_bias + motion[BIAS * units];
             if (m) at(p, BIAS_BUFFER)[row] = m * at(p, BIAS_BUFFER)[row] + shift;
         }
-        if (m) {
-#pragma omp simd
-            for (int64_t c = 0; c < columns; c++) {
-                const real on_v = scaled[c] * grad[c] - shift * u[c], held = m * buffer[c] + on_v;
-                buffer[c] = held;
-                weight[c] = left * weight[c] + gain * alpha[c] * (on * on_v + held_by * held - back * u[c]);
-            }
-        } else {
-#pragma omp simd
-            for (int64_t c = 0; c < columns; c++) {
-                const real on_v = scaled[c] * grad[c] - shift * u[c];
-                weight[c] = left * weight[c] + gain * alpha[c] * (on_v - back * u[c]);
-            }
-        }
+        const real *grad = row_of(j, p, s, row);
+        const Row here = {grad, m ? at(p, BUFFER) + row * columns : 0, at(p, WEIGHT) + row * columns, shift};
+        by.gain = motion[GAIN * units], by.back = motion[BACK * units];
+        if (m)
+            move_row(&now, &here, &by, columns, m, 1);
+        else
+            move_row(&now, &here, &by, columns, m, 0);
     }
 }
 
