@@ -2,6 +2,7 @@
 
 import copy
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from evenstep.kernels import native, native_step
 from evenstep.layers import Look
 from evenstep.moments import accumulation_dtype, batch_moments, thinned
 from evenstep.stages import Stage, glance
-from test_kernels import OPTIMIZERS, SHAPES, Net, backward, states, train
+from test_kernels import OPTIMIZERS, SHAPES, Net, assert_steps_agree, backward, states, train
 
 pytestmark = needs_c
 
@@ -70,11 +71,24 @@ def test_it_is_built_whole_by_whoever_comes_first(fresh):
     assert len(paths) == 1 and [*(fresh / "native").iterdir()] == [*paths]
 
 
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="other processors have other vectors")
 def test_another_processor_has_another_library(fresh, monkeypatch):
-    first = native.built(native.command(torch.float32))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert not any(flag.startswith("-mavx") for flag in native.command(torch.float32))
-    assert native.built(native.command(torch.float32)) != first
+    built = []
+    for capability in ("DEFAULT", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+        command = native.command(torch.float32)
+        assert ("-mavx2" in command) == (capability == "AVX2")
+        built.append(native.built(command))
+    assert built[0] != built[1]
+
+
+@pytest.mark.parametrize("name", ["momentum", "even", "even-plain"])
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+def test_vectors_of_any_length(fresh, monkeypatch, capability, name):
+    if capability == "AVX2" and torch.backends.cpu.get_cpu_capability() not in native.VECTORS:
+        pytest.skip("this processor does not have them")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert_steps_agree(name, Net(), "cpu", 2e-4, by="c")
 
 
 @pytest.mark.parametrize(

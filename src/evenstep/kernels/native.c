@@ -14,7 +14,14 @@ typedef REAL real;
 #define TILE 64   /* inputs that are summed at a time */
 #define ROWS 256  /* rows after which sums join others in double */
 #define SOON 4096 /* bytes ahead that are asked for */
-#define LANES (64 / (int64_t)sizeof(real)) /* weights of a row that are taken at once */
+#if defined(__AVX512F__)
+#define BYTES 64 /* of a vector: compilers make much of longer ones than the processor has */
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define LANES (BYTES / (int64_t)sizeof(real)) /* weights of a row that are taken at once */
 
 enum { SQUARES, ALONG, STRETCH, BEND, LEVELS, LENGTHS, DIRECTION, SHIFT, KAPPA, NORM2, BENT2 }; /* rows of `sums` */
 enum { GAIN, BACK, BIAS };                                                                     /* rows of `motion` */
@@ -247,7 +254,7 @@ static real show(const Job *j, int64_t block, int64_t begin, int64_t end, real *
     return nothing;
 }
 
-typedef real lanes __attribute__((vector_size(64)));
+typedef real lanes __attribute__((vector_size(BYTES)));
 
 /* A unit's row: its gradient, momentum and weights. */
 typedef struct {
