@@ -181,7 +181,9 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
         (["--model-options", "width=-1"], "--model paper_cnn with {'width': -1}: "),
         (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
         (["--options", "betas=[0.9]"], "method adam with {'betas': [0.9]}: "),
-        (["--options", "betas=[0.9, 0.99, 1]"], "method adam with {'betas': [0.9, 0.99, 1]}: "),
+        (["--options", "betas=[0.9, [0.99]]"], "method adam with {'betas': [0.9, [0.99]]}: "),
+        (["--options", "fused=true", "foreach=true"], "method adam with {'fused': True, 'foreach': True}: "),
+        (["--options", "capturable=true"], "method adam with {'capturable': True}: "),  # which its step refuses
     ],
 )
 @pytest.mark.parametrize("command", [("train", "--method"), ("sweep", "--methods")])

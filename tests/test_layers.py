@@ -851,7 +851,7 @@ def test_a_forward_that_fails_is_over():
     assert optimizer.state[model.body.layer.weight]["sharing"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
 def test_a_model_in_training_can_be_traced(cls):
     """The trace has the layers' operations alone, and is not counted."""

@@ -382,10 +382,15 @@ def mend(path: Path) -> str | None:
 
 
 def _database(optuna: Any, url: str, tries: int = 5) -> Any:
-    """A storage in a database; tried again, since processes that start together may all try to make its tables."""
-    wait = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    """A storage in a database; tried again, since processes that start together may all try to make its tables.
+
+    Files are closed after each use: nobody could close them where Optuna does not come to an end with its start.
+    """
+    how: dict[str, Any] = {}
+    if url.startswith("sqlite"):
+        how = {"connect_args": {"timeout": 60}, "poolclass": import_module("sqlalchemy.pool").NullPool}
     for _ in range(tries - 1):
         with suppress(import_module("sqlalchemy.exc").DBAPIError):
-            return optuna.storages.RDBStorage(url, engine_kwargs=wait)
+            return optuna.storages.RDBStorage(url, engine_kwargs=how)
         time.sleep(random.uniform(0.1, 0.5))
-    return optuna.storages.RDBStorage(url, engine_kwargs=wait)
+    return optuna.storages.RDBStorage(url, engine_kwargs=how)
