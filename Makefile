@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-plain test-slow test-gpu test-browser test-sanitized test-kernels test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-plain test-slow test-gpu test-browser test-sanitized test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -36,6 +36,13 @@ test-integrations: .venv-integrations/.installed
 # Triton's kernels without a GPU: by its interpreter, and built for one
 test-kernels: .venv-kernels/.installed
 	.venv-kernels/bin/python -m pytest -q -n 2 -m kernels tests/test_interpreted.py $(PYTEST_ARGS)
+
+# another torch, as in: make test-torch TORCH=2.15.0 PYTHON=python3.12 (its package may bring gigabytes of CUDA)
+test-torch:
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check "torch==$(TORCH)" -e ".[test]"
+	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2
+	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2 -m slow tests/test_compile.py
 
 test-all: test test-plain test-slow test-kernels test-integrations
 

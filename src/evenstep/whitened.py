@@ -225,8 +225,8 @@ class Whitened(CoordinateOptimizer):
         share = self._share(block)
         lrs = [lr * share for lr in rates(block)[:count]]
         if self._plain is not self._base and not block.aside:
-            sides = zip([block.group, *block.bias_groups], self._outside(block), strict=False)
-            lrs = [lr * plain_share(g) if o else lr for lr, (g, o) in zip(lrs, sides, strict=True)]
+            groups, outside = [block.group, *block.bias_groups][:count], self._outside(block)
+            lrs = [lr * plain_share(g) if o else lr for lr, g, o in zip(lrs, groups, outside, strict=True)]
         return lrs
 
     def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
