@@ -129,9 +129,14 @@ def test_a_table_takes_records_measured_by_one_contender(tmp_path, capsys):
     for name in ("sgd", "evenstep"):
         setting = bench.Setting("mlp", (name,), batch=2, rounds=2, width=64)
         records.append(tmp_path / "bench.jsonl", bench.run(setting, warm_up=1))
-    for path, said in ((tmp_path / "bench.jsonl", "measured by sgd and evenstep"), (tmp_path, "no record of bench")):
+    path = str(tmp_path / "bench.jsonl")
+    for words, said in (
+        ([path], "measured by sgd and evenstep"),
+        ([path, "--goals"], "none of these records is of what has a goal"),
+        ([str(tmp_path)], "no record of bench"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            bench.main(["--table", str(path)])
+            bench.main(["--table", *words])
         assert said in capsys.readouterr().err
 
 

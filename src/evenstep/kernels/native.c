@@ -15,7 +15,7 @@ typedef REAL real;
 #define ROWS 256  /* rows after which sums join others in double */
 #define SOON 4096 /* bytes ahead that are asked for */
 #if defined(__AVX512F__)
-#define BYTES 64 /* of a vector: compilers make much of longer ones than the processor has */
+#define BYTES 64 /* of a vector; of longer ones than the processor has compilers make slow code */
 #elif defined(__AVX__)
 #define BYTES 32
 #else
@@ -264,7 +264,7 @@ typedef struct {
 } Row;
 
 /* Some columns, as many as there are lanes or, at the end of a row, fewer; faster where `count` is a constant. */
-static inline __attribute__((always_inline)) lanes from(const real *x, const int64_t count) {
+static inline __attribute__((always_inline)) lanes load(const real *x, const int64_t count) {
     lanes found = {0};
     if (count == LANES)
         memcpy(&found, x, sizeof found);
@@ -273,14 +273,14 @@ static inline __attribute__((always_inline)) lanes from(const real *x, const int
     return found;
 }
 
-static inline __attribute__((always_inline)) void put(real *x, const lanes value, const int64_t count) {
+static inline __attribute__((always_inline)) void store(real *x, const lanes value, const int64_t count) {
     if (count == LANES)
         memcpy(x, &value, sizeof value);
     else
         for (int64_t k = 0; k < count; k++) x[k] = value[k];
 }
 
-static inline __attribute__((always_inline)) real total(const lanes x) {
+static inline __attribute__((always_inline)) real sum_of(const lanes x) {
     real found = 0;
     for (int64_t k = 0; k < LANES; k++) found += x[k];
     return found;
@@ -301,16 +301,16 @@ typedef struct {
 static inline __attribute__((always_inline)) void add_columns(
     RowSums *to, const Columns *now, const Row *row, int64_t c, const int64_t count, real m, const int held,
     const int even, const int projected) {
-    const lanes g = from(row->grad + c, count), w = from(row->weight + c, count), u = from(now->u + c, count);
-    const lanes on_v = from(now->scaled + c, count) * g - row->shift * u;
-    const lanes kept = held ? m * from(row->buffer + c, count) + on_v : on_v, d = even ? m * kept + on_v : kept;
-    const lanes pull = from(now->bent + c, count) * d;
+    const lanes g = load(row->grad + c, count), w = load(row->weight + c, count), u = load(now->u + c, count);
+    const lanes on_v = load(now->scaled + c, count) * g - row->shift * u;
+    const lanes kept = held ? m * load(row->buffer + c, count) + on_v : on_v, d = even ? m * kept + on_v : kept;
+    const lanes pull = load(now->bent + c, count) * d;
     if (even) to->squares += on_v * on_v;
     to->along += u * d;
     to->stretch += pull * d;
     if (projected) to->bend += pull * u;
-    to->means += from(now->mu + c, count) * w;
-    to->lengths += w * w * from(now->spread + c, count);
+    to->means += load(now->mu + c, count) * w;
+    to->lengths += w * w * load(now->spread + c, count);
     to->bad += g * 0;
 }
 
@@ -325,11 +325,11 @@ static inline __attribute__((always_inline)) real row_sums(
         add_columns(&sums, now, row, c, LANES, m, held, even, projected);
     }
     if (c < columns) add_columns(&sums, now, row, c, columns - c, m, held, even, projected);
-    const real squares = total(sums.squares);
-    to[SQUARES * units] = squares, to[ALONG * units] = total(sums.along), to[STRETCH * units] = total(sums.stretch);
-    to[BEND * units] = total(sums.bend), to[LEVELS * units] = total(sums.means);
-    to[LENGTHS * units] = total(sums.lengths);
-    return total(sums.bad) + squares * 0;
+    const real squares = sum_of(sums.squares);
+    to[SQUARES * units] = squares, to[ALONG * units] = sum_of(sums.along), to[STRETCH * units] = sum_of(sums.stretch);
+    to[BEND * units] = sum_of(sums.bend), to[LEVELS * units] = sum_of(sums.means);
+    to[LENGTHS * units] = sum_of(sums.lengths);
+    return sum_of(sums.bad) + squares * 0;
 }
 
 /* `row_sums` with constants: a loop for each of them. */
@@ -456,15 +456,15 @@ typedef struct {
 
 static inline __attribute__((always_inline)) void move_columns(
     const Columns *now, const Row *row, const Motion *by, int64_t c, const int64_t count, real m, const int held) {
-    const lanes u = from(now->u + c, count), alpha = from(now->alpha + c, count), w = from(row->weight + c, count);
-    const lanes on_v = from(now->scaled + c, count) * from(row->grad + c, count) - row->shift * u;
+    const lanes u = load(now->u + c, count), alpha = load(now->alpha + c, count), w = load(row->weight + c, count);
+    const lanes on_v = load(now->scaled + c, count) * load(row->grad + c, count) - row->shift * u;
     lanes d = on_v;
     if (held) {
-        const lanes kept = m * from(row->buffer + c, count) + on_v;
-        put(row->buffer + c, kept, count);
+        const lanes kept = m * load(row->buffer + c, count) + on_v;
+        store(row->buffer + c, kept, count);
         d = by->on * on_v + by->held_by * kept;
     }
-    put(row->weight + c, by->left * w + by->gain * alpha * (d - by->back * u), count);
+    store(row->weight + c, by->left * w + by->gain * alpha * (d - by->back * u), count);
 }
 
 static inline __attribute__((always_inline)) void move_row(

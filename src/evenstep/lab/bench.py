@@ -377,7 +377,8 @@ def show(path: Path, goals: bool) -> int:
 
 def judge(found: Sequence[records.Record], say: Callable[[str], Any]) -> int:
     """Say which goals are met by records; the exit code, 1 if a limit is exceeded."""
-    rows = bench_goals.verdicts(found)
+    if not (rows := bench_goals.verdicts(found)):
+        raise usage.UsageError("none of these records is of what has a goal; --goals without --table makes such")
     say(bench_goals.table(rows))
     return int(any(row.missed for row in rows))
 
