@@ -211,13 +211,21 @@ def test_rows_outside_layers_step_by_their_own_length():
         assert_close(moved, 0.05 * model.weight.detach().norm(dim=1).clamp(min=1), rtol=1e-9, atol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["momentum", "even"])
-def test_channels_last_and_half_precision_together(name, dtype):
+@pytest.mark.parametrize("name", ["momentum", "even", "adamw", "nesterov-joint"])
+@pytest.mark.parametrize(
+    ("device", "how", "dtype"),
+    [
+        pytest.param("cpu", "c", torch.bfloat16, marks=needs_c),
+        *(
+            pytest.param("cuda", "triton", dtype, marks=pytest.mark.gpu)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ],
+)
+def test_channels_last_and_half_precision_together(device, how, dtype, name):
     torch.manual_seed(3)
-    model = Net().to("cuda", dtype).to(memory_format=torch.channels_last)
-    assert_steps_agree(name, model, "cuda", 2e-4 if dtype == torch.float32 else 0.03, steps=3)
+    model = Net().to(device, dtype).to(memory_format=torch.channels_last)
+    assert_steps_agree(name, model, device, 2e-4 if dtype == torch.float32 else 0.03, steps=3, by=how)
 
 
 SHAPES = [

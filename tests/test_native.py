@@ -83,12 +83,13 @@ def test_another_processor_has_another_library(fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["momentum", "even", "even-plain"])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-4), (torch.bfloat16, 0.03)], ids=str)
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
-def test_vectors_of_any_length(fresh, monkeypatch, capability, name):
+def test_vectors_of_any_length(fresh, monkeypatch, capability, dtype, close, name):
     if capability == "AVX2" and torch.backends.cpu.get_cpu_capability() not in native.VECTORS:
         pytest.skip("this processor does not have them")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert_steps_agree(name, Net(), "cpu", 2e-4, by="c")
+    assert_steps_agree(name, Net().to(dtype), "cpu", close, by="c")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,43 @@ def test_calls_of_several_kinds_add_up():
 
 
 # steps
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["sg", "momentum", "even"])
+@pytest.mark.parametrize("columns", [5, 16, 83])
+def test_weights_in_bfloat16_are_those_in_single_precision_rounded(columns, name, bias):
+    """The arithmetic is the same; a weight that is NaN or infinite stays what it is."""
+    half = nn.Linear(columns, 6, bias=bias).bfloat16()
+    with torch.no_grad():
+        half.weight[0, 0], half.weight[1, 1] = torch.nan, torch.inf
+    single = copy.deepcopy(half).float()
+    x, grads = torch.randn(20, columns).bfloat16(), [torch.randn_like(p) for p in half.parameters()]
+    for layer in (half, single):
+        optimizer = OPTIMIZERS[name](layer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=layer is single):
+            layer(x.to(layer.weight.dtype))
+        for p, grad in zip(layer.parameters(), grads, strict=True):
+            p.grad = grad.to(p.dtype)
+        optimizer.step()
+        assert [lay.by for lay in optimizer._plan.layouts] == ["c"]
+    for p, q in zip(half.parameters(), single.parameters(), strict=True):
+        assert_close(p, q.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    assert half.weight.isnan().sum() >= 1 and half.weight[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_model_that_changes_its_dtype_goes_on(dtypes):
+    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+    optimizer = evenstep.EvenStep(model, lr=0.01)
+    for step in range(6):
+        dtype = dtypes[step // 2 % 2]
+        model.to(dtype)
+        optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        model(torch.randn(8, 7, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(before, model[0].weight) and model[0].weight.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["momentum", "even"])

@@ -48,7 +48,8 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
     if torch.compiler.is_compiling():
         return False
     if weight.device.type == "cpu":
-        return not capturable and weight.dtype == accumulation_dtype(weight.dtype)
+        exact = weight.dtype == accumulation_dtype(weight.dtype)
+        return not capturable and (exact or native.library(weight.dtype) is not None)
     return step_kernel.serves(weight)
 
 
@@ -141,7 +142,7 @@ class Layout:
         self.given = None if joint is None else Given(blocks, joint)
         self.parameters = [p for block in blocks for p in block.parameters]
         weight = blocks[0].weight
-        self.device, self.dtype = weight.device, accumulation_dtype(weight.dtype)
+        self.device, self.stored, self.dtype = weight.device, weight.dtype, accumulation_dtype(weight.dtype)
         self.inner = [int(inner(b) or 1) for b in blocks]
         self.shapes = [b.matrix(b.weight).shape for b in blocks]
         self.sizes = [s[:2].numel() for s in self.shapes]

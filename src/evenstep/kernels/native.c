@@ -1,6 +1,7 @@
 /* The step of many blocks and the sums of a layer's input on the CPU: the files `triton_*.py` in C.
  *
- * Built by `native.py` once for float and once for double (REAL); names of columns and flags come from `tables.py`.
+ * Built by `native.py` for weights in float, double, and bfloat16 (HALF), each with its own arithmetic (REAL); names of
+ * columns and flags come from `tables.py`.
  * Rows are added up in the same order in every run. Nothing is written to parameters or state before `act`.
  */
 #include <float.h>
@@ -10,6 +11,11 @@
 #include <tgmath.h>
 
 typedef REAL real;
+#if HALF
+typedef uint16_t stored; /* what weights, gradients and momenta are in: the upper half of a float */
+#else
+typedef REAL stored;
+#endif
 
 #define TILE 64   /* inputs that are summed at a time */
 #define ROWS 256  /* rows after which sums join others in double */
@@ -50,16 +56,19 @@ typedef struct {
 } Columns;
 
 static inline real *at(const int64_t *p, int name) { return (real *)(intptr_t)p[name]; }
+static inline stored *kept(const int64_t *p, int name) { return (stored *)(intptr_t)p[name]; }
 
 static inline real inverse_root(real x) { return x > (real)TINY ? 1 / sqrt(x) : 0; }
 
-/* A number of a layer's input, which may be in bfloat16: the upper half of a float. */
+typedef union {
+    uint32_t bits;
+    float value;
+} Whole;
+
+/* A number of a layer's input, which may be in bfloat16. */
 static inline __attribute__((always_inline)) real number(const void *x, int64_t i, const int half) {
     if (!half) return ((const real *)x)[i];
-    union {
-        uint32_t bits;
-        float value;
-    } whole = {(uint32_t)((const uint16_t *)x)[i] << 16};
+    const Whole whole = {(uint32_t)((const uint16_t *)x)[i] << 16};
     return whole.value;
 }
 
@@ -217,49 +226,12 @@ static Columns spread_out(const Job *j, const int64_t *s, int64_t group, real sc
     return found;
 }
 
-/* The gradient of a unit's bias; of a layer without one, what projects its gradient. */
-static real shift_of(const int64_t *p, const int64_t *s, const Columns *now, const real *grad, int64_t row, real scale) {
-    if (s[FLAGS] & TRAINED) return scale * at(p, BIAS_GRAD)[row];
-    if (now->kappa == 0) return 0;
-    real along = 0;
-    const real *scaled = now->scaled, *u = now->u;
-#pragma omp simd reduction(+ : along)
-    for (int64_t c = 0; c < s[COLUMNS]; c++) along += scaled[c] * u[c] * grad[c];
-    return now->kappa * along;
-}
-
-static real scale_of(const Job *j, const int64_t *s, int64_t block) {
-    return (s[FLAGS] & FLIPPED ? -1 : 1) * j->layers[BETA * j->blocks + block];
-}
-
-/* Show a rule the gradient on v of rows of one block; NaN if one is not finite. */
-static real show(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
-    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES, columns = s[COLUMNS];
-    const real scale = scale_of(j, s, block);
-    Columns now = {0};
-    real nothing = 0;
-    for (int64_t row = begin; row < end; row++) {
-        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, 0, room);
-        const real *grad = at(p, GRAD) + row * columns, *scaled = now.scaled, *u = now.u;
-        const real shift = shift_of(p, s, &now, grad, row, scale);
-        real *to = at(p, SHOWN) + row * s[SHOWN_ROW], bad = s[FLAGS] & TRAINED ? shift * 0 : 0;
-#pragma omp simd reduction(+ : bad)
-        for (int64_t c = 0; c < columns; c++) {
-            to[c] = scaled[c] * grad[c] - shift * u[c];
-            bad += grad[c] * 0;
-        }
-        if (s[FLAGS] & TRAINED) at(p, BIAS_SHOWN)[row * s[BIAS_SHOWN_ROW]] = shift;
-        nothing += bad;
-    }
-    return nothing;
-}
-
 typedef real lanes __attribute__((vector_size(BYTES)));
 
 /* A unit's row: its gradient, momentum and weights. */
 typedef struct {
-    const real *grad;
-    real *buffer, *weight;
+    const stored *grad;
+    stored *buffer, *weight;
     real shift;
 } Row;
 
@@ -273,12 +245,47 @@ static inline __attribute__((always_inline)) lanes load(const real *x, const int
     return found;
 }
 
-static inline __attribute__((always_inline)) void store(real *x, const lanes value, const int64_t count) {
+#if HALF
+typedef uint16_t halves __attribute__((vector_size(BYTES / 2)));
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+
+static inline real wide(const stored x) { return number(&x, 0, 1); }
+
+static inline __attribute__((always_inline)) lanes fetch(const stored *x, const int64_t count) {
+    halves found = {0};
+    if (count == LANES)
+        memcpy(&found, x, sizeof found);
+    else
+        for (int64_t k = 0; k < count; k++) found[k] = x[k];
+    return (lanes)(__builtin_convertvector(found, words) << 16);
+}
+
+/* Rounded to the nearest, of two to the even one; NaN stays NaN. */
+static inline __attribute__((always_inline)) void store(stored *x, const lanes value, const int64_t count) {
+    const words bits = (words)value, none = (words)(value != value);
+    const halves found = __builtin_convertvector(
+        (((bits + 0x7fff + (bits >> 16 & 1)) >> 16) & ~none) | (0x7fc0 & none), halves);
+    if (count == LANES)
+        memcpy(x, &found, sizeof found);
+    else
+        for (int64_t k = 0; k < count; k++) x[k] = found[k];
+}
+
+static inline void store_one(stored *x, const real value) { store(x, (lanes){value}, 1); }
+#else
+static inline real wide(const stored x) { return x; }
+
+static inline __attribute__((always_inline)) lanes fetch(const stored *x, const int64_t count) { return load(x, count); }
+
+static inline __attribute__((always_inline)) void store(stored *x, const lanes value, const int64_t count) {
     if (count == LANES)
         memcpy(x, &value, sizeof value);
     else
         for (int64_t k = 0; k < count; k++) x[k] = value[k];
 }
+
+static inline void store_one(stored *x, const real value) { *x = value; }
+#endif
 
 static inline __attribute__((always_inline)) real sum_of(const lanes x) {
     real found = 0;
@@ -293,6 +300,58 @@ static inline __attribute__((always_inline)) void foresee(const Row *row, int64_
     if (held) __builtin_prefetch((const void *)((uintptr_t)(row->buffer + c) + SOON));
 }
 
+/* The gradient of a unit's bias; of a layer without one, what projects its gradient. */
+static real shift_of(
+    const int64_t *p, const int64_t *s, const Columns *now, const stored *grad, int64_t row, real scale) {
+    if (s[FLAGS] & TRAINED) return scale * wide(kept(p, BIAS_GRAD)[row]);
+    if (now->kappa == 0) return 0;
+    lanes along = {0};
+    int64_t c = 0;
+    for (; c + LANES <= s[COLUMNS]; c += LANES)
+        along += load(now->scaled + c, LANES) * load(now->u + c, LANES) * fetch(grad + c, LANES);
+    if (c < s[COLUMNS]) {
+        const int64_t rest = s[COLUMNS] - c;
+        along += load(now->scaled + c, rest) * load(now->u + c, rest) * fetch(grad + c, rest);
+    }
+    return now->kappa * sum_of(along);
+}
+
+static real scale_of(const Job *j, const int64_t *s, int64_t block) {
+    return (s[FLAGS] & FLIPPED ? -1 : 1) * j->layers[BETA * j->blocks + block];
+}
+
+/* Write columns of a gradient on v; NaN where one is not finite. */
+static inline __attribute__((always_inline)) lanes show_columns(
+    const Columns *now, const stored *grad, stored *to, int64_t c, const int64_t count, real shift) {
+    const lanes g = fetch(grad + c, count);
+    store(to + c, load(now->scaled + c, count) * g - shift * load(now->u + c, count), count);
+    return g * 0;
+}
+
+/* Show a rule the gradient on v of rows of one block; NaN if one is not finite. */
+static real show(const Job *j, int64_t block, int64_t begin, int64_t end, real *room) {
+    const int64_t *p = j->addresses + block * ROW_OF_ADDRESSES, *s = j->shapes + block * SHAPES, columns = s[COLUMNS];
+    const real scale = scale_of(j, s, block);
+    Columns now = {0};
+    real nothing = 0;
+    for (int64_t row = begin; row < end; row++) {
+        if (row == begin || row % s[PER_GROUP] == 0) now = spread_out(j, s, row / s[PER_GROUP], scale, 0, room);
+        const stored *grad = kept(p, GRAD) + row * columns;
+        const real shift = shift_of(p, s, &now, grad, row, scale);
+        stored *to = kept(p, SHOWN) + row * s[SHOWN_ROW];
+        lanes bad = {0};
+        int64_t c = 0;
+        for (; c + LANES <= columns; c += LANES) bad += show_columns(&now, grad, to, c, LANES, shift);
+        if (c < columns) bad += show_columns(&now, grad, to, c, columns - c, shift);
+        if (s[FLAGS] & TRAINED) {
+            store_one(kept(p, BIAS_SHOWN) + row * s[BIAS_SHOWN_ROW], shift);
+            nothing += shift * 0;
+        }
+        nothing += sum_of(bad);
+    }
+    return nothing;
+}
+
 typedef struct {
     lanes squares, along, stretch, bend, means, lengths, bad;
 } RowSums;
@@ -301,9 +360,9 @@ typedef struct {
 static inline __attribute__((always_inline)) void add_columns(
     RowSums *to, const Columns *now, const Row *row, int64_t c, const int64_t count, real m, const int held,
     const int even, const int projected) {
-    const lanes g = load(row->grad + c, count), w = load(row->weight + c, count), u = load(now->u + c, count);
+    const lanes g = fetch(row->grad + c, count), w = fetch(row->weight + c, count), u = load(now->u + c, count);
     const lanes on_v = load(now->scaled + c, count) * g - row->shift * u;
-    const lanes kept = held ? m * load(row->buffer + c, count) + on_v : on_v, d = even ? m * kept + on_v : kept;
+    const lanes sum = held ? m * fetch(row->buffer + c, count) + on_v : on_v, d = even ? m * sum + on_v : sum;
     const lanes pull = load(now->bent + c, count) * d;
     if (even) to->squares += on_v * on_v;
     to->along += u * d;
@@ -344,8 +403,8 @@ static real row_sums_of(
 }
 
 /* A row of the gradient, or of the step on v that a rule has given for it. */
-static inline const real *row_of(const Job *j, const int64_t *p, const int64_t *s, int64_t row) {
-    return j->given ? at(p, GIVEN) + row * s[SHOWN_ROW] : at(p, GRAD) + row * s[COLUMNS];
+static inline const stored *row_of(const Job *j, const int64_t *p, const int64_t *s, int64_t row) {
+    return j->given ? kept(p, GIVEN) + row * s[SHOWN_ROW] : kept(p, GRAD) + row * s[COLUMNS];
 }
 
 /* Sums over rows of one block; NaN if a gradient, or a sum of squares, is not finite. */
@@ -358,20 +417,20 @@ static real add_up(const Job *j, int64_t block, int64_t begin, int64_t end, real
     for (int64_t row = begin; row < end; row++) {
         if (row == begin || row % s[PER_GROUP] == 0)
             now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
-        const real *grad = row_of(j, p, s, row);
+        const stored *grad = row_of(j, p, s, row);
         const real shift = j->given ? 0 : shift_of(p, s, &now, grad, row, scale);
-        const Row here = {grad, m ? at(p, BUFFER) + row * columns : 0, at(p, WEIGHT) + row * columns, shift};
+        const Row here = {grad, m ? kept(p, BUFFER) + row * columns : 0, kept(p, WEIGHT) + row * columns, shift};
         real direction = 0, *to = j->sums + s[START] + row;
         nothing += row_sums_of(j, &now, &here, columns, to, units);
         if (j->given) {
-            if (s[FLAGS] & TRAINED) direction = at(p, BIAS_GIVEN)[row * s[BIAS_SHOWN_ROW]];
+            if (s[FLAGS] & TRAINED) direction = wide(kept(p, BIAS_GIVEN)[row * s[BIAS_SHOWN_ROW]]);
         } else if (s[FLAGS] & TRAINED) {
-            const real held = m ? m * at(p, BIAS_BUFFER)[row] + shift : shift;
+            const real held = m ? m * wide(kept(p, BIAS_BUFFER)[row]) + shift : shift;
             direction = j->even ? shift + m * held : held;
             to[SQUARES * units] += shift * shift;
             nothing += (j->even ? shift * shift : shift) * 0;
         }
-        if (p[LEVEL]) to[LEVELS * units] += at(p, LEVEL)[row];
+        if (p[LEVEL]) to[LEVELS * units] += wide(kept(p, LEVEL)[row]);
         to[DIRECTION * units] = direction, to[SHIFT * units] = shift;
         to[KAPPA * units] = now.kappa, to[NORM2 * units] = now.norm2, to[BENT2 * units] = now.bent2;
     }
@@ -456,13 +515,13 @@ typedef struct {
 
 static inline __attribute__((always_inline)) void move_columns(
     const Columns *now, const Row *row, const Motion *by, int64_t c, const int64_t count, real m, const int held) {
-    const lanes u = load(now->u + c, count), alpha = load(now->alpha + c, count), w = load(row->weight + c, count);
-    const lanes on_v = load(now->scaled + c, count) * load(row->grad + c, count) - row->shift * u;
+    const lanes u = load(now->u + c, count), alpha = load(now->alpha + c, count), w = fetch(row->weight + c, count);
+    const lanes on_v = load(now->scaled + c, count) * fetch(row->grad + c, count) - row->shift * u;
     lanes d = on_v;
     if (held) {
-        const lanes kept = m * load(row->buffer + c, count) + on_v;
-        store(row->buffer + c, kept, count);
-        d = by->on * on_v + by->held_by * kept;
+        const lanes sum = m * fetch(row->buffer + c, count) + on_v;
+        store(row->buffer + c, sum, count);
+        d = by->on * on_v + by->held_by * sum;
     }
     store(row->weight + c, by->left * w + by->gain * alpha * (d - by->back * u), count);
 }
@@ -490,11 +549,12 @@ static void move(const Job *j, int64_t block, int64_t begin, int64_t end, real *
             now = spread_out(j, s, row / s[PER_GROUP], scale, j->given, room);
         const real shift = j->sums[SHIFT * units + s[START] + row], *motion = j->motion + s[START] + row;
         if (s[FLAGS] & TRAINED) {
-            at(p, LEVEL)[row] = at(p, LEVEL)[row] * left_bias + motion[BIAS * units];
-            if (m) at(p, BIAS_BUFFER)[row] = m * at(p, BIAS_BUFFER)[row] + shift;
+            stored *level = kept(p, LEVEL) + row, *buffer = kept(p, BIAS_BUFFER) + row;
+            store_one(level, wide(*level) * left_bias + motion[BIAS * units]);
+            if (m) store_one(buffer, m * wide(*buffer) + shift);
         }
-        const real *grad = row_of(j, p, s, row);
-        const Row here = {grad, m ? at(p, BUFFER) + row * columns : 0, at(p, WEIGHT) + row * columns, shift};
+        const stored *grad = row_of(j, p, s, row);
+        const Row here = {grad, m ? kept(p, BUFFER) + row * columns : 0, kept(p, WEIGHT) + row * columns, shift};
         by.gain = motion[GAIN * units], by.back = motion[BACK * units];
         if (m)
             move_row(&now, &here, &by, columns, m, 1);

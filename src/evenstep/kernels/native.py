@@ -25,7 +25,9 @@ import torch
 from . import tables
 
 SOURCE = Path(__file__).with_name("native.c")
-TYPES = {torch.float32: ("float", "FLT_MIN"), torch.float64: ("double", "DBL_MIN")}
+# by the dtype of weights: that of arithmetic, and the least number with all its digits
+FLOAT = torch.float32, "float", "FLT_MIN"
+TYPES = {torch.float32: FLOAT, torch.bfloat16: FLOAT, torch.float64: (torch.float64, "double", "DBL_MIN")}
 # what the processor has, as torch knows it: never more, or the library would not run
 VECTORS = {"AVX2": "-mavx2 -mfma", "AVX512": "-mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl"}
 MOST = 2**18  # numbers of a call beyond which torch's operations, on several threads, are faster
@@ -48,7 +50,7 @@ class Job(ctypes.Structure):
 
 
 def library(dtype: torch.dtype) -> Any:
-    """The functions for numbers of this dtype; None where there are none."""
+    """The functions for weights of this dtype; None where there are none."""
     return loaded(dtype)[0]
 
 
@@ -64,7 +66,8 @@ def loaded(dtype: torch.dtype) -> tuple[Any, str]:
         found.look.restype = found.join.restype = ctypes.c_int64
         found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
         found.act.restype = None
-        found.adders = {dtype: found.add_moments, torch.bfloat16: found.add_moments_of_halves}  # by an input's dtype
+        wide = TYPES[dtype][0]
+        found.adders = {wide: found.add_moments, torch.bfloat16: found.add_moments_of_halves}  # by an input's dtype
         for add in found.adders.values():
             add.argtypes, add.restype = [*[ctypes.c_void_p] * 5, ctypes.c_int64], None
     except subprocess.CalledProcessError as error:
@@ -86,10 +89,10 @@ def parallel() -> int | None:
 def command(dtype: torch.dtype) -> list[str]:
     """The compiler with all it is told, apart from files."""
     names = {name: value for name, value in vars(tables).items() if name.isupper() and isinstance(value, int)}
-    kind, tiny = TYPES[dtype]
+    _, kind, tiny = TYPES[dtype]
     sizes = {"ROW_OF_ADDRESSES": tables.BIAS_STEP + 1, "MOST_PARTS": PARTS, "SIZE_OF_JOB": ctypes.sizeof(Job)}
     sizes |= {"SUMS": SUMS, "PER_COLUMN": PER_COLUMN}
-    defined = {"REAL": kind, "TINY": tiny, **sizes, **names}
+    defined = {"REAL": kind, "TINY": tiny, "HALF": int(dtype == torch.bfloat16), **sizes, **names}
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
     vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), "")
     return [*compiler, *FLAGS.split(), *vectors.split(), *(f"-D{name}={value}" for name, value in defined.items())]

@@ -17,7 +17,7 @@ ALONE = 2**18  # weights up to which one thread is faster
 
 def serves(layout: Any) -> bool:
     """Whether the library is there."""
-    return native.library(layout.dtype) is not None
+    return native.library(layout.stored) is not None
 
 
 class Kept:
@@ -64,7 +64,7 @@ class Kept:
                         f"{[*shape]} is needed; load a checkpoint of this model, or delete the parameter from the "
                         "optimizer's state, which is then made anew."
                     )
-                dtype = torch.float32 if name == "step" else self.dtype
+                dtype = {"step": torch.float32, "momentum_buffer": p.dtype}.get(name, self.dtype)
                 stride = p.stride() if name == "momentum_buffer" else (1,) * len(shape)
                 if (type(value), value.dtype, value.device, value.stride()) != (Tensor, dtype, p.device, stride):
                     like = state[p][name] = torch.empty_strided(shape, stride, dtype=dtype, device=p.device)
@@ -80,7 +80,7 @@ class Room:
 
     def __init__(self, layout: Any, state: Any, *, linear: bool, even: bool) -> None:
         """For the layout's blocks and one rule."""
-        self.layout, self.library = layout, native.library(layout.dtype)
+        self.layout, self.library = layout, native.library(layout.stored)
         count, width, dtype = len(layout.blocks), layout.identity + 1, layout.dtype
         rows = tables.shapes(layout)
         longest = max(row[tables.COLUMNS] for row in rows)
