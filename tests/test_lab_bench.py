@@ -51,10 +51,12 @@ def test_rivals_are_timed_where_they_can_be_imported(monkeypatch, capsys):
     assert record["metrics"][1]["state_per_parameter"] is None
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["paper-cnn", "mlp", "gpt-tiny"])
-def test_small_networks_train(name):
-    setting = bench.Setting(name, ("sgd",), batch=2, rounds=2)
-    assert bench.run(setting, warm_up=1)["metrics"][0]["seconds"] > 0
+def test_small_networks_train(name, half):
+    setting = bench.Setting(name, ("sgd",), batch=2, rounds=2, half=half)
+    record = bench.run(setting, warm_up=1)
+    assert record["metrics"][0]["seconds"] > 0 and ("bf16 weights" in bench.table(record)) == half
 
 
 def test_large_networks_have_the_sizes_of_their_papers():
@@ -102,6 +104,8 @@ def test_the_command_writes_records(tmp_path, capsys):
         (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
         (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
         (["--model", "mlp", "--contenders", "sgd", "kfac"], "needs kfac-pytorch"),
+        (["--model", "mlp", "--half", "--autocast"], "--half leaves nothing to --autocast"),
+        (["--goals", "--half", "--batch", "3"], "--goals says itself what is timed and how; leave out --batch, --half"),
     ],
 )
 @pytest.mark.parametrize("main", [lambda words: cli.main(["bench", *words]), bench.main])

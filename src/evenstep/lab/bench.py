@@ -111,6 +111,7 @@ class Setting:
     width: int | None = None
     depth: int | None = None
     seed: int = 0
+    half: bool = False
 
 
 class Contender:
@@ -123,8 +124,11 @@ class Contender:
         size = {k: v for k, v in (("width", setting.width), ("depth", setting.depth)) if v is not None}
         model = subject.build(**size, **({"norm": True} if name == "batch-norm" else {}))
         layout = torch.channels_last if setting.channels_last else torch.contiguous_format
-        self.model = model.to(device).to(memory_format=layout)  # type: ignore[call-overload]
+        dtype = torch.bfloat16 if setting.half else torch.float32
+        self.model = model.to(device, dtype).to(memory_format=layout)  # type: ignore[call-overload]
         self.x, self.y = subject.batch(setting.batch, setting.width, device)
+        if self.x.is_floating_point():
+            self.x = self.x.to(dtype)
         if setting.channels_last:
             self.x = self.x.to(memory_format=layout)
         if setting.compiled:
@@ -138,7 +142,7 @@ class Contender:
         mixed = torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
         with mixed:
             output = self.call(self.x)
-            loss = functional.cross_entropy(output.flatten(0, -2), self.y.flatten())
+            loss = functional.cross_entropy(output.flatten(0, -2).float(), self.y.flatten())
         loss.backward()
         self.optimizer.step()
 
@@ -283,7 +287,7 @@ def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep
 def for_goals(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:
     """The comparisons whose costs have goals on the device of `base`."""
     flags = {"--model": tuple(models) != MODELS, "--batch": batches, "--sweep": sweep, "--compiled": base.compiled}
-    flags |= {"--autocast": base.autocast, "--channels-last": base.channels_last}
+    flags |= {"--autocast": base.autocast, "--half": base.half, "--channels-last": base.channels_last}
     if given := [flag for flag, on in flags.items() if on]:
         raise usage.UsageError(f"--goals says itself what is timed and how; leave out {', '.join(given)}")
     kind = base.device.partition(":")[0]
@@ -320,6 +324,8 @@ def checked(
             raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
         if setting.channels_last and len(SUBJECTS[setting.model].shape) != 4:
             raise usage.UsageError(f"--channels-last is for images, and {setting.model} takes none; leave one out")
+        if setting.half and setting.autocast:
+            raise usage.UsageError("--half leaves nothing to --autocast; leave one out")
         if setting.batch == 1 and "batch-norm" in names:
             raise usage.UsageError("--batch 1 is too small for batch-norm, which needs 2; leave one out")
     usage.usable_device(base.device)
@@ -351,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--half", action="store_true", help="keep the networks themselves in bfloat16")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -387,7 +394,7 @@ def compare(args: argparse.Namespace) -> int:
     """Time what is asked for; the exit code."""
     base = Setting(
         "", tuple(args.contenders), args.device, None, args.rounds, args.compiled, args.autocast, args.channels_last,
-        args.threads, seed=args.seed,
+        args.threads, seed=args.seed, half=args.half,
     )  # fmt: skip
     found = checked(base, args.model, args.batch, args.sweep, args.goals)
     if args.out is not None:

@@ -53,7 +53,8 @@ class Verdict(NamedTuple):
 def title(config: Mapping[str, Any]) -> str:
     """What is timed, in words."""
     sizes = [f"{k} {config[k]}" for k in ("width", "depth", "batch") if config.get(k) is not None]
-    how = [w for w, on in (("bf16", config["autocast"]), ("channels_last", config["channels_last"])) if on]
+    words = {"autocast": "bf16", "half": "bf16 weights", "channels_last": "channels_last"}
+    how = [word for key, word in words.items() if config.get(key)]
     return ", ".join([config["model"], *sizes, "compiled" if config["compiled"] else "eager", *how])
 
 
@@ -76,7 +77,8 @@ def verdicts(found: Sequence[Record]) -> list[Verdict]:
 
 def is_about(record: Record, goal: Goal) -> bool:
     """Whether this is what the goal is for."""
-    return all(record["config"].get(key) == value for key, value in (USUAL | goal.how).items())
+    config = record["config"]
+    return not config.get("half") and all(config.get(key) == value for key, value in (USUAL | goal.how).items())
 
 
 def ours(record: Record, column: str) -> dict[str, float]:

@@ -30,6 +30,8 @@ class Options:
     """Compile the networks."""
     autocast: bool = False
     """Compute in bfloat16 where autocast does."""
+    half: bool = False
+    """Keep the networks themselves in bfloat16."""
     channels_last: bool = False
     """Lay images out with channels last."""
     sweep: bool = False
@@ -61,6 +63,7 @@ def main(options: Options) -> int:
         options.channels_last,
         options.threads,
         seed=options.seed,
+        half=options.half,
     )
     found = bench.checked(base, options.model, options.batch, options.sweep, options.goals)
     path = usage.writable_folder(options.out) / "bench.jsonl"
