@@ -71,6 +71,7 @@ PEERS = {
 }
 MOMENTUM = 0.9
 LR = 1e-30  # all contenders are to time the same network, not what they make of it; 1e-9 moves one whose signals vanish
+RULE_LR = 1e-15  # of a rule that is guarded: squares of its steps are to be numbers, too, or processors take longer
 CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
     "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True),
@@ -78,7 +79,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
     "evenstep": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM),
     "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=LR, fused=True),
+    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True),
     "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
     # rivals, where they are installed
     "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR),
