@@ -7,6 +7,7 @@ import pytest
 
 from evenstep.lab import bench, bench_goals, cli, records
 from evenstep.lab.bench_models import SUBJECTS
+from evenstep.lab.bench_tables import table
 
 
 def test_a_comparison_has_a_row_per_contender(tmp_path):
@@ -18,7 +19,7 @@ def test_a_comparison_has_a_row_per_contender(tmp_path):
     assert list(rows) == ["sgd", "muon", "whitened-sgd", "evenstep"], "there is no batch norm in a transformer"
     assert rows["sgd"]["ratio"] == 1 and all(row["seconds"] > 0 for row in rows.values())
     assert rows["sgd"]["state_per_parameter"] == 0 < rows["evenstep"]["state_per_parameter"] < 0.05
-    assert "evenstep" in bench.table(record)
+    assert "evenstep" in table(record)
 
 
 def test_records_make_a_table_for_the_docs(tmp_path, capsys):
@@ -47,7 +48,7 @@ def test_rivals_are_timed_where_they_can_be_imported(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kfac", types.SimpleNamespace(preconditioner=found))
     monkeypatch.setitem(sys.modules, "kfac.preconditioner", found)
     record = bench.run(bench.Setting("mlp", ("sgd", "kfac"), batch=2, rounds=2, width=64), warm_up=1)
-    assert calls == ["Sequential", "step", "step", "step"] and "kfac" in bench.table(record)
+    assert calls == ["Sequential", "step", "step", "step"] and "kfac" in table(record)
     assert record["metrics"][1]["state_per_parameter"] is None
 
 
@@ -56,7 +57,7 @@ def test_rivals_are_timed_where_they_can_be_imported(monkeypatch, capsys):
 def test_small_networks_train(name, half):
     setting = bench.Setting(name, ("sgd",), batch=2, rounds=2, half=half)
     record = bench.run(setting, warm_up=1)
-    assert record["metrics"][0]["seconds"] > 0 and ("bf16 weights" in bench.table(record)) == half
+    assert record["metrics"][0]["seconds"] > 0 and ("bf16 weights" in table(record)) == half
 
 
 def test_large_networks_have_the_sizes_of_their_papers():

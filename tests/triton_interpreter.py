@@ -69,7 +69,15 @@ def steps_by_triton():
 def steps(name):
     """Hold steps by the kernels to those of the loop, block by block."""
     steps_by_triton()
-    agree = test_kernels.assert_steps_agree
+    agree, made = test_kernels.assert_steps_agree, step.TritonStep.__init__
+    count = 0
+
+    def counted(self, *given, **how):
+        nonlocal count
+        count += 1
+        made(self, *given, **how)
+
+    step.TritonStep.__init__ = counted
     for poison in ((), (1,)):
         torch.manual_seed(3)
         agree(name, test_kernels.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")  # for all that layouts know
@@ -78,6 +86,7 @@ def steps(name):
     for shifted in (False, True):
         net = test_kernels.Net(wide=True, rows=40, long=19 * 24)
         agree(name, net, "cpu", 1e-3, steps=2, by="torch", shifted=shifted)
+    print(f"{count} steps of {name} agree")
 
 
 def moments_of_all():
@@ -86,10 +95,12 @@ def moments_of_all():
     moments.slots = lambda like, device=None: moments.SLOTS
     shapes = [*test_kernels.SHAPES, ((6, 5, 2, 3), 1), ((40, 160), 1), ((2, 40, 96), 2)]
     kinds = itertools.cycle([torch.float32, torch.bfloat16, torch.float16, torch.float32])  # in turn: it takes time
-    for k, ((shape, dim), lying) in enumerate(itertools.product(shapes, test_kernels.LAYOUTS)):
+    cases = [*itertools.product(shapes, test_kernels.LAYOUTS)]
+    for k, ((shape, dim), lying) in enumerate(cases):
         x = test_kernels.inputs_like(shape, next(kinds), lying, "cpu")
         test_kernels.assert_moments_agree(x, dim, add_by_kernel, 32 if k % 5 == 0 else None)
     forwards_are_told_apart()
+    print(f"{len(cases)} moments agree")
 
 
 def add_by_kernel(stage, look):

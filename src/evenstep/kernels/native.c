@@ -235,13 +235,22 @@ typedef struct {
     real shift;
 } Row;
 
-/* Some columns, as many as there are lanes or, at the end of a row, fewer; faster where `count` is a constant. */
+/* Some columns to and from vectors: as many as there are lanes or, at the end of a row, fewer; faster where `count` is a
+ * constant. */
+#define FILL(vector, x, count)                                         \
+    if ((count) == LANES)                                              \
+        memcpy(&(vector), x, sizeof(vector));                          \
+    else                                                               \
+        for (int64_t k = 0; k < (count); k++) (vector)[k] = (x)[k]
+#define EMPTY(vector, x, count)                                        \
+    if ((count) == LANES)                                              \
+        memcpy(x, &(vector), sizeof(vector));                          \
+    else                                                               \
+        for (int64_t k = 0; k < (count); k++) (x)[k] = (vector)[k]
+
 static inline __attribute__((always_inline)) lanes load(const real *x, const int64_t count) {
     lanes found = {0};
-    if (count == LANES)
-        memcpy(&found, x, sizeof found);
-    else
-        for (int64_t k = 0; k < count; k++) found[k] = x[k];
+    FILL(found, x, count);
     return found;
 }
 
@@ -253,10 +262,7 @@ static inline real wide(const stored x) { return number(&x, 0, 1); }
 
 static inline __attribute__((always_inline)) lanes fetch(const stored *x, const int64_t count) {
     halves found = {0};
-    if (count == LANES)
-        memcpy(&found, x, sizeof found);
-    else
-        for (int64_t k = 0; k < count; k++) found[k] = x[k];
+    FILL(found, x, count);
     return (lanes)(__builtin_convertvector(found, words) << 16);
 }
 
@@ -265,27 +271,19 @@ static inline __attribute__((always_inline)) void store(stored *x, const lanes v
     const words bits = (words)value, none = (words)(value != value);
     const halves found = __builtin_convertvector(
         (((bits + 0x7fff + (bits >> 16 & 1)) >> 16) & ~none) | (0x7fc0 & none), halves);
-    if (count == LANES)
-        memcpy(x, &found, sizeof found);
-    else
-        for (int64_t k = 0; k < count; k++) x[k] = found[k];
+    EMPTY(found, x, count);
 }
-
-static inline void store_one(stored *x, const real value) { store(x, (lanes){value}, 1); }
 #else
 static inline real wide(const stored x) { return x; }
 
 static inline __attribute__((always_inline)) lanes fetch(const stored *x, const int64_t count) { return load(x, count); }
 
 static inline __attribute__((always_inline)) void store(stored *x, const lanes value, const int64_t count) {
-    if (count == LANES)
-        memcpy(x, &value, sizeof value);
-    else
-        for (int64_t k = 0; k < count; k++) x[k] = value[k];
+    EMPTY(value, x, count);
 }
-
-static inline void store_one(stored *x, const real value) { *x = value; }
 #endif
+
+static inline void store_one(stored *x, const real value) { store(x, (lanes){value}, 1); }
 
 static inline __attribute__((always_inline)) real sum_of(const lanes x) {
     real found = 0;

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
+from ..moments import accumulation_dtype
 from . import tables
 
 SOURCE = Path(__file__).with_name("native.c")
-# by the dtype of weights: that of arithmetic, and the least number with all its digits
-FLOAT = torch.float32, "float", "FLT_MIN"
-TYPES = {torch.float32: FLOAT, torch.bfloat16: FLOAT, torch.float64: (torch.float64, "double", "DBL_MIN")}
+# by the dtype of weights: what C computes in, and the least number with all its digits
+FLOAT = "float", "FLT_MIN"
+TYPES = {torch.float32: FLOAT, torch.bfloat16: FLOAT, torch.float64: ("double", "DBL_MIN")}
 # what the processor has, as torch knows it: never more, or the library would not run
 VECTORS = {"AVX2": "-mavx2 -mfma", "AVX512": "-mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl"}
 MOST = 2**18  # numbers of a call beyond which torch's operations, on several threads, are faster
@@ -66,8 +67,8 @@ def loaded(dtype: torch.dtype) -> tuple[Any, str]:
         found.look.restype = found.join.restype = ctypes.c_int64
         found.look.argtypes = found.act.argtypes = found.join.argtypes = [ctypes.c_void_p]
         found.act.restype = None
-        wide = TYPES[dtype][0]
-        found.adders = {wide: found.add_moments, torch.bfloat16: found.add_moments_of_halves}  # by an input's dtype
+        whole, halves = found.add_moments, found.add_moments_of_halves
+        found.adders = {accumulation_dtype(dtype): whole, torch.bfloat16: halves}  # by an input's dtype
         for add in found.adders.values():
             add.argtypes, add.restype = [*[ctypes.c_void_p] * 5, ctypes.c_int64], None
     except subprocess.CalledProcessError as error:
@@ -89,7 +90,7 @@ def parallel() -> int | None:
 def command(dtype: torch.dtype) -> list[str]:
     """The compiler with all it is told, apart from files."""
     names = {name: value for name, value in vars(tables).items() if name.isupper() and isinstance(value, int)}
-    _, kind, tiny = TYPES[dtype]
+    kind, tiny = TYPES[dtype]
     sizes = {"ROW_OF_ADDRESSES": tables.BIAS_STEP + 1, "MOST_PARTS": PARTS, "SIZE_OF_JOB": ctypes.sizeof(Job)}
     sizes |= {"SUMS": SUMS, "PER_COLUMN": PER_COLUMN}
     defined = {"REAL": kind, "TINY": tiny, "HALF": int(dtype == torch.bfloat16), **sizes, **names}

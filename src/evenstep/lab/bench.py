@@ -17,83 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-import evenstep
 from evenstep.lab import bench_goals, records, usage
+from evenstep.lab.bench_contenders import CONTENDERS, ELSEWHERE, NEEDS, peer
 from evenstep.lab.bench_models import SUBJECTS
-
-
-class Muons(torch.optim.Optimizer):
-    """torch's Muon on matrices and AdamW on the rest, as Muon's users do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        others = [p for p in model.parameters() if p.dim() != 2]
-        self.parts = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
-        super().__init__(model.parameters(), {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Both."""
-        for part in self.parts:
-            part.step()
-
-
-class KFAC(torch.optim.SGD):
-    """SGD behind kfac-pytorch's preconditioner, as its users write it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=LR, momentum=MOMENTUM)
-        self.preconditioner = peer("kfac.preconditioner").KFACPreconditioner(model)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Precondition, then step."""
-        self.preconditioner.step()
-        super().step()
-
-
-def peer(module: str) -> Any:
-    """A rival's package, or a clear word that it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = PEERS[module.partition(".")[0]]
-        raise usage.UsageError(f"this contender needs {package}, which cannot be imported ({error})") from error
-
-
-PEERS = {
-    "pytorch_optimizer": "the package pytorch_optimizer",
-    "kfac": "kfac-pytorch (from its repository; the package kfac is another)",
-    "singd": "the package singd",
-}
-MOMENTUM = 0.9
-LR = 1e-30  # all contenders are to time the same network, not what they make of it; 1e-9 moves one whose signals vanish
-RULE_LR = 1e-15  # of a rule that is guarded: squares of its steps are to be numbers, too, or processors take longer
-CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
-    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True),
-    "muon": Muons,
-    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True),
-    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
-    # rivals, where they are installed
-    "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR),
-    "soap": lambda m: peer("pytorch_optimizer").SOAP(m.parameters(), lr=LR),
-    "kfac": KFAC,
-    "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=LR, momentum=MOMENTUM),
-}
-NEEDS = {
-    "shampoo": "pytorch_optimizer",
-    "soap": "pytorch_optimizer",
-    "kfac": "kfac.preconditioner",
-    "singd": "singd.optim.optimizer",
-}
-ELSEWHERE = {"kfac", "singd"}  # keep their factors outside `state`
+from evenstep.lab.bench_tables import markdown, table
 
 
 @dataclass(frozen=True)
@@ -237,39 +167,6 @@ def summary(contender: Contender, times: dict[str, list[float]], memory: int | N
         "step_memory": memory,
         "state_per_parameter": contender.state_floats(),
     }
-
-
-def table(record: records.Record) -> str:
-    """The rows as text."""
-    lines = [f"{bench_goals.title(record['config'])}, {record['environment']['device']}"]
-    for row in record["metrics"]:
-        state = row["state_per_parameter"]
-        lines.append(
-            f"  {row['contender']:15} {1e3 * row['seconds']:9.3f} ms  ratio {row['ratio']:.3f} "
-            f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
-            + (f"  state {state:.4f}/parameter" if state is not None else "")
-            + (f"  step memory {row['step_memory'] / 2**20:.0f} MiB" if row["step_memory"] else "")
-        )
-    return "\n".join(lines)
-
-
-def markdown(found: Sequence[records.Record]) -> str:
-    """Records as a table for the docs: a row for each comparison, a column for each contender."""
-    names = list(dict.fromkeys(row["contender"] for record in found for row in record["metrics"][1:]))
-    measures = list(dict.fromkeys(record["metrics"][0]["contender"] for record in found))
-    if len(measures) > 1:
-        raise usage.UsageError(f"these records are measured by {' and '.join(measures)}; a table takes one of them")
-    first = measures[0]
-    lines = [f"| | {first}, ms | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 2)]
-    for record in found:
-        rows = {row["contender"]: row for row in record["metrics"]}
-        cells = [
-            f"{r['ratio']:.3f} ({r['ratio_low']:.3f} to {r['ratio_high']:.3f})" if (r := rows.get(name)) else ""
-            for name in names
-        ]
-        cells = [bench_goals.title(record["config"]), f"{1e3 * rows[first]['seconds']:.2f}", *cells]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def settings(base: Setting, models: Sequence[str], batches: Sequence[int], sweep: bool) -> list[Setting]:

@@ -3,9 +3,10 @@
 `evenstep bench --goals` measures those of a device; with `--table FILE`, the module `bench` judges records instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from evenstep.lab.bench_tables import title
 from evenstep.lab.records import Record
 
 OURS = ("whitened-sgd", "evenstep")
@@ -50,14 +51,6 @@ class Verdict(NamedTuple):
         return [self.what, f"{self.goal.best:.2f}", f"{self.goal.limit:.2f}", *found]
 
 
-def title(config: Mapping[str, Any]) -> str:
-    """What is timed, in words."""
-    sizes = [f"{k} {config[k]}" for k in ("width", "depth", "batch") if config.get(k) is not None]
-    words = {"autocast": "bf16", "half": "bf16 weights", "channels_last": "channels_last"}
-    how = [word for key, word in words.items() if config.get(key)]
-    return ", ".join([config["model"], *sizes, "compiled" if config["compiled"] else "eager", *how])
-
-
 def verdicts(found: Sequence[Record]) -> list[Verdict]:
     """For each goal of the devices that records are from, what the newest record of it says; then the state's."""
     by_sgd = [record for record in found if record["metrics"][0]["contender"] == "sgd"]
@@ -90,7 +83,7 @@ def verdict(goal: Goal, record: Record | None) -> Verdict:
     """What a record says of a goal."""
     found = {} if record is None else ours(record, "ratio")
     norms = [] if record is None else [r["ratio"] for r in record["metrics"] if r["contender"] == "batch-norm"]
-    limit = min(goal.limit, *norms, goal.limit)
+    limit = min([goal.limit, *norms])
     return Verdict(title(USUAL | goal.how), goal, found, [name for name, value in found.items() if not value <= limit])
 
 

@@ -59,7 +59,7 @@ class Bottleneck(nn.Module):
             self.short = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=not norm), *norms)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Body and shortcut, halved in sum without batch norm so that their variance stays."""
+        """Body and shortcut."""
         return functional.relu(self.body(x) + self.short(x))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from evenstep.lab import bench, records, usage
+from evenstep.lab.bench_tables import table
 from evenstep.lab.commands import shared
 
 
@@ -76,7 +77,7 @@ def main(options: Options) -> int:
             progress.update(bar, description=setting.model)
             made.append(record := bench.run(setting, lambda _: progress.advance(bar)))
             records.append(path, record)
-            console.print(bench.table(record), highlight=False, soft_wrap=True)
+            console.print(table(record), highlight=False, soft_wrap=True)
     missed = options.goals and bench.judge(made, lambda text: console.print(text, highlight=False, soft_wrap=True))
     console.print(f"Records: {path}", highlight=False, soft_wrap=True)
     return int(missed)
