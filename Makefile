@@ -3,17 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-plain test-slow test-gpu test-browser test-sanitized test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-slow test-gpu test-browser test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2
-
-PLAIN := contract loops layers whitened
-test-plain: .venv/.installed-dev
-	EVENSTEP_NATIVE=0 $(BIN)/python -m pytest -q -n 2 $(PLAIN:%=tests/test_%.py)
 
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 -m slow $(PYTEST_ARGS)
@@ -23,12 +19,6 @@ test-browser: .venv/.installed-dev
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu
-
-# the library in C with gcc's sanitizers in it, which Python has to load first
-SANITIZED = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
-test-sanitized: .venv/.installed-dev
-	LD_PRELOAD="$(SANITIZED)" ASAN_OPTIONS=detect_leaks=0 CC="gcc -g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-		$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_native.py tests/test_kernels.py tests/test_given.py tests/test_room.py tests/test_layers.py
 
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations $(PYTEST_ARGS)
@@ -44,7 +34,7 @@ test-torch:
 	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2
 	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2 -m slow tests/test_compile.py
 
-test-all: test test-plain test-slow test-kernels test-integrations
+test-all: test test-slow test-kernels test-integrations
 
 FEATURES := -q -m "feature and not gpu" -o addopts="" --strict-markers
 compatibility: .venv/.installed-dev .venv-integrations/.installed

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
-from evenstep import guards, update
 from evenstep.lab import models, records
 from evenstep.lab.data import Arrays, cifar10, fashion_mnist_subset
 from evenstep.lab.train import linear_decay, train
+from evenstep.math import guards, update
 
 
 def network(bias: bool) -> nn.Sequential:

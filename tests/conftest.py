@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import evenstep
-from evenstep.kernels import native
 
 collect_ignore = ["integrations"]  # given by name alone: they need packages of their own
 torch.set_num_threads(1)
@@ -34,15 +33,10 @@ def seed(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
-needs_c = pytest.mark.skipif(native.library(torch.float32) is None, reason=native.loaded(torch.float32)[1])
-
-
-@pytest.fixture(params=[pytest.param("c", marks=needs_c), "torch"])
-def by(request, monkeypatch):
-    """What makes steps on the CPU: the library in C, or torch's operations where it cannot be built."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda dtype: None)
-    return request.param
+@pytest.fixture
+def by():
+    """What makes steps on the CPU."""
+    return "torch"
 
 
 def pytest_addoption(parser):

@@ -13,8 +13,8 @@ from torch import nn
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep import checkpoints
-from evenstep.blocks import plain_share
+from evenstep.step.block import plain_share
+from evenstep.torch_optimizer import checkpoint as checkpoints
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location(

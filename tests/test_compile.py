@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from cases import OPTIMIZERS
 from evenstep.kernels import moments as kernel
-from evenstep.moments import sum_about
+from evenstep.math.moments import sum_about
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.moments import batch_moments
+from evenstep.math.moments import batch_moments
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import evenstep
 import oracle
-from evenstep import guards
+from evenstep.math import guards
 
 OFF = {"fresh_max": None, "trust": None}
 OPTIMIZERS = {

@@ -10,12 +10,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from conftest import needs_c
-from evenstep.kernels import launch, tables
+from evenstep.kernels import launch
 from evenstep.kernels import moments as kernel
-from evenstep.layers import Look
-from evenstep.moments import batch_moments, thinned
-from evenstep.stages import Stage
+from evenstep.math.moments import batch_moments, thinned
+from evenstep.model.layers import Look
+from evenstep.statistics.batch import Stage
+from evenstep.step.triton import tables
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -159,7 +159,7 @@ def test_together_is_one_by_one(by, name, poison):
 @pytest.mark.parametrize("name", [name for name in ALL if name != "muon"])  # which orthogonalizes in bfloat16
 @pytest.mark.parametrize(
     ("device", "how"),
-    [pytest.param("cpu", "c", marks=needs_c), pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
+    [pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
 )
 def test_kernels_in_single_precision_are_one_by_one(device, how, name, poison):
     torch.manual_seed(3)
@@ -170,7 +170,7 @@ def test_kernels_in_single_precision_are_one_by_one(device, how, name, poison):
 @pytest.mark.parametrize("name", ["momentum", "even", "even-plain", "adamw", "nesterov-joint"])
 @pytest.mark.parametrize(
     ("device", "how"),
-    [pytest.param("cpu", "c", marks=needs_c), pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
+    [pytest.param("cuda", "triton", marks=pytest.mark.gpu)],
 )
 def test_rows_that_lie_evenly_and_many_of_them(device, how, name, lying):
     torch.manual_seed(3)
@@ -215,7 +215,6 @@ def test_rows_outside_layers_step_by_their_own_length():
 @pytest.mark.parametrize(
     ("device", "how", "dtype"),
     [
-        pytest.param("cpu", "c", torch.bfloat16, marks=needs_c),
         *(
             pytest.param("cuda", "triton", dtype, marks=pytest.mark.gpu)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,8 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from cases import LAYERS
-from evenstep import constants, coordinates, stepsize
+from evenstep.math import change_of_variables as coordinates
+from evenstep.math import constants, stepsize
 
 PAPER = {"fresh_max": None, "trust": None}
 

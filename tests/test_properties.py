@@ -15,7 +15,8 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from cases import LAYERS, OPTIMIZERS, is_conv
-from evenstep import constants, coordinates, guards, moments, stepsize, update
+from evenstep.math import change_of_variables as coordinates
+from evenstep.math import constants, guards, moments, stepsize, update
 
 PAPER = {"fresh_max": None, "trust": None}
 

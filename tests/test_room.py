@@ -11,10 +11,11 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from evenstep import room, stages
-from evenstep.layers import Look
-from evenstep.moments import thinned
-from evenstep.stages import Stage
+from evenstep.math.moments import thinned
+from evenstep.model.layers import Look
+from evenstep.statistics import batch as stages
+from evenstep.statistics.batch import Stage
+from evenstep.step import room
 from test_kernels import CPU_AND_GPU, OPTIMIZERS, Net, states, train
 
 pytestmark = pytest.mark.usefixtures("by")

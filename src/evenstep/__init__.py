@@ -5,11 +5,11 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 """
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
-from .coverage import Coverage
-from .decay import decay_groups
-from .layers import LayerKind, register_layer
+from .model.layers import LayerKind, register_layer
+from .model.survey import Coverage
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
+from .weight_decay import decay_groups
 from .whitened import Whitened
 
 __version__ = "0.1.0"

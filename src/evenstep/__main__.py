@@ -1,6 +1,6 @@
 """`python -m evenstep`: the command line of the experiments."""
 
-from evenstep.lab.cli import main
+from .lab.cli import main
 
 if __name__ == "__main__":
     main()

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
-from .coverage import lookup
-from .hooks import Inert, Watch
-from .layers import KINDS, AttentionKind, LayerKind, kind_of
-from .moments import accumulation_dtype
+from .math.moments import accumulation_dtype
+from .model.layers import KINDS, AttentionKind, LayerKind, kind_of
+from .model.survey import lookup
+from .statistics.hooks import Inert, Watch
 from .wiring import Wiring, listed
 
 LAYERS = tuple(cls for cls, kind in KINDS.items() if not isinstance(kind, AttentionKind))

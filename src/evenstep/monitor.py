@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block
-from .moments import batch_moments, usable
-from .shell import CoordinateOptimizer
-from .stages import Stage
+from .math.moments import batch_moments, usable
+from .statistics.batch import Stage
+from .step.block import Block
+from .torch_optimizer.step import CoordinateOptimizer
 
 COLUMNS = (
     "mean_distance",  # largest |fresh mean − running mean|, in units of the running deviation

@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import checks, rules, stepsize
-from .blocks import Block
+from . import checks
 from .keywords import explained
-from .plans import Plan
-from .shell import CoordinateOptimizer
+from .math import stepsize
+from .rules import old as rules
+from .step.block import Block
+from .step.plan import Plan
+from .torch_optimizer.step import CoordinateOptimizer
 
 
 def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:

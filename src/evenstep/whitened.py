@@ -7,13 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import checks, proxies, shards, stepsize, update
-from .blocks import Block, plain_share
+from . import checks
 from .keywords import explained
-from .motion import gradient, rates
-from .plans import Plan
-from .proxies import BaseRule, Proxy
-from .shell import CoordinateOptimizer
+from .math import stepsize, update
+from .parallel import dtensor as shards
+from .rules import torch_rule as proxies
+from .rules.torch_rule import BaseRule, Proxy
+from .step.block import Block, plain_share
+from .step.plan import Plan
+from .torch_optimizer.motion import gradient, rates
+from .torch_optimizer.step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 

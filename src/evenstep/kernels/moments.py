@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..moments import thinned
+from ..math.moments import thinned
 from .launch import Launcher, on
 
 SLOTS = 16

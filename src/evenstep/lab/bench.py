@@ -20,10 +20,10 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from evenstep.lab import bench_goals, records, usage
-from evenstep.lab.bench_contenders import CONTENDERS, ELSEWHERE, NEEDS, peer
-from evenstep.lab.bench_models import SUBJECTS
-from evenstep.lab.bench_tables import markdown, table
+from . import bench_goals, records, usage
+from .bench_contenders import CONTENDERS, ELSEWHERE, NEEDS, peer
+from .bench_models import SUBJECTS
+from .bench_tables import markdown, table
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import evenstep
-from evenstep.lab import usage
+
+from . import usage
 
 
 class Muons(torch.optim.Optimizer):

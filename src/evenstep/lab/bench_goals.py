@@ -6,8 +6,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from evenstep.lab.bench_tables import title
-from evenstep.lab.records import Record
+from .bench_tables import title
+from .records import Record
 
 OURS = ("whitened-sgd", "evenstep")
 

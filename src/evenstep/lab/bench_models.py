@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evenstep.lab.models import paper_cnn
+from .models import paper_cnn
 
 
 def alexnet(classes: int = 1000) -> nn.Module:

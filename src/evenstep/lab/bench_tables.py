@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenstep.lab import usage
-from evenstep.lab.records import Record
+from . import usage
+from .records import Record
 
 
 def title(config: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Annotated, Any, Union, get_type_hints
 
-from evenstep.lab.commands import COMMANDS
-from evenstep.lab.usage import UsageError, any_terminal, known_name, of_file
+from .commands import COMMANDS
+from .usage import UsageError, any_terminal, known_name, of_file
 
 EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
 REWORDED = {

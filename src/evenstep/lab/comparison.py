@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from evenstep.lab import labels
-from evenstep.lab.identity import DIGEST
-from evenstep.lab.records import Record, dumps
-from evenstep.lab.summary import Series, Summary, common_target, initial_loss, series, summarize
+from . import labels
+from .identity import DIGEST
+from .records import Record, dumps
+from .summary import Series, Summary, common_target, initial_loss, series, summarize
 
 SETTING = ("data", "model", "epochs", "batch_size", "augment", "decay_lr", "model_options")
 

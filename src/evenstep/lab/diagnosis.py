@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import evenstep
-from evenstep.coverage import Coverage
+
+from ..model.survey import Coverage
 
 SUMS = 3  # operations per number of a layer's input: less the centre, added up, squared and added up
 PASSES = 6  # operations per weight and place: a product and a sum, forward, for the input's and the weight's gradient

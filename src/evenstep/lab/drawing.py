@@ -11,7 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from evenstep.lab import labels
+from . import labels
 
 COLOURS = [light for light, _ in labels.COLOURS]
 MARKS = [letter for _, letter in labels.MARKERS]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.evaluate import evaluate_members
-from evenstep.lab.stacked import Build, Stack, StackedCoordinates, StackedRule, along
-from evenstep.lab.watching import Seen
-from evenstep.shell import CoordinateOptimizer
+from ..torch_optimizer.step import CoordinateOptimizer
+from .data import Arrays, Text
+from .evaluate import evaluate_members
+from .stacked import Build, Stack, StackedCoordinates, StackedRule, along
+from .watching import Seen
 
 STREAMS = 8  # branches of a captured step in which members take turns
 FORWARDS = ("each", "vmap")

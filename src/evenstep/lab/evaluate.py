@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
-from evenstep.lab.data import Arrays, Text
+from .data import Arrays, Text
 
 CONTEXT = 128  # characters of text that a network sees
 IMAGES, WINDOWS = 500, 64  # in a batch

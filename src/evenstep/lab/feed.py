@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from evenstep.lab.data import Arrays, Text, batches, sent
-from evenstep.lab.evaluate import CONTEXT
+from .data import Arrays, Text, batches, sent
+from .evaluate import CONTEXT
 
 TEXT_STEPS = 250  # what counts as an epoch of text, whose windows are drawn at random
 

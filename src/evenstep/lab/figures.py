@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenstep.lab import drawing
-from evenstep.lab.comparison import Comparison
-from evenstep.lab.labels import Style, series_label
-from evenstep.lab.records import Record
-from evenstep.lab.summary import Series, diverged, final_loss
+from . import drawing
+from .comparison import Comparison
+from .labels import Style, series_label
+from .records import Record
+from .summary import Series, diverged, final_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from evenstep.lab import records
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.data.fashion import FASHION_NAME
-from evenstep.lab.usage import UsageError
+from . import records
+from .data import Arrays, Text
+from .data.fashion import FASHION_NAME
+from .usage import UsageError
 
 DIGEST = "data_digest"
 _digests: "weakref.WeakKeyDictionary[Arrays | Text, str]" = weakref.WeakKeyDictionary()

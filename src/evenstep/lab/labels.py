@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep.lab.methods import METHODS
-from evenstep.lab.summary import Series
+from .methods import METHODS
+from .summary import Series
 
 MODEL_NAMES = {
     "paper_cnn": "The paper's CNN",

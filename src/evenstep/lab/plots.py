@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenstep.lab import drawing
-from evenstep.lab.labels import PREFERRED, model_label
-from evenstep.lab.methods import METHODS
-from evenstep.lab.records import Record
-from evenstep.lab.summary import best_runs, by_method, initial_loss
+from . import drawing
+from .labels import PREFERRED, model_label
+from .methods import METHODS
+from .records import Record
+from .summary import best_runs, by_method, initial_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

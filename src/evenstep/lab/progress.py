@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.text import Text
 
-from evenstep.lab.identity import DIGEST
-from evenstep.lab.labels import method_label
-from evenstep.lab.records import Record, dumps
-from evenstep.lab.train import Epoch
-from evenstep.lab.trial import Trial
+from .identity import DIGEST
+from .labels import method_label
+from .records import Record, dumps
+from .train import Epoch
+from .trial import Trial
 
 REMEMBERED = 3600.0  # seconds of progress that the time left is estimated from: one run may take minutes
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenstep.lab import records
-from evenstep.lab.records import Record
+from . import records
+from .records import Record
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share", "seconds", "steps")
 LONGEST = 1000  # characters of a text that is shown

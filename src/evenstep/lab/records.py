@@ -14,8 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from evenstep.kernels import native
-from evenstep.lab.locking import locked
+from .locking import locked
 
 Record = dict[str, Any]
 
@@ -40,8 +39,6 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
     }
-    if torch.device(device).type == "cpu":
-        found["steps_by"] = "torch" if native.library(torch.float32) is None else "c"
     return found
 
 

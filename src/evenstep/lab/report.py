@@ -13,10 +13,10 @@ from typing import Any
 
 import jinja2
 
-from evenstep.lab import figures, labels, reading, rerun, tables, verdicts
-from evenstep.lab.comparison import Comparison, comparisons
-from evenstep.lab.records import Record
-from evenstep.lab.summary import diverged, final_loss
+from . import figures, labels, reading, rerun, tables, verdicts
+from .comparison import Comparison, comparisons
+from .records import Record
+from .summary import diverged, final_loss
 
 PAGE, FIGURES = "report.html", "figures"
 FAULTS_SHOWN = 20

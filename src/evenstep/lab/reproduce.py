@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from evenstep.lab import usage
-from evenstep.lab.experiments import EXPERIMENTS, Options, Verdict
-from evenstep.lab.experiments.common import kept, silent
-from evenstep.lab.records import Record
+from . import usage
+from .experiments import EXPERIMENTS, Options, Verdict
+from .experiments.common import kept, silent
+from .records import Record
 
 
 class OutOfTime(Exception):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from evenstep.lab.experiments import EXPERIMENTS
-from evenstep.lab.experiments.common import QUICK_IMAGES, kept
-from evenstep.lab.records import Record
-from evenstep.lab.usage import UsageError, of_file, writable_folder
+from .experiments import EXPERIMENTS
+from .experiments.common import QUICK_IMAGES, kept
+from .records import Record
+from .usage import UsageError, of_file, writable_folder
 
 HEAD = """# The paper, reproduced
 
@@ -34,7 +34,7 @@ def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS))
 
     `names` are the experiments to show, of those that have records.
     """
-    from evenstep.lab import drawing
+    from . import drawing
 
     found = {name: kept(name, source) for name in names}
     found = {name: records for name, records in found.items() if records}

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from evenstep.lab.labels import augmentations
-from evenstep.lab.methods import METHODS
-from evenstep.lab.summary import Series
+from .labels import augmentations
+from .methods import METHODS
+from .summary import Series
 
 SHIPPED = "Fashion-MNIST (4,000 training images)"
 

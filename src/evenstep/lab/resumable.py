@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.lab import distributed, feed, records
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.evaluate import evaluate
-from evenstep.lab.identity import without_digest
-from evenstep.lab.methods import METHODS
-from evenstep.lab.models import MODELS
-from evenstep.lab.train import Epoch, linear_decay, mean_loss
-from evenstep.lab.trial import Trial, config
-from evenstep.lab.usage import UsageError, first_line
+from . import distributed, feed, records
+from .data import Arrays, Text
+from .evaluate import evaluate
+from .identity import without_digest
+from .methods import METHODS
+from .models import MODELS
+from .train import Epoch, linear_decay, mean_loss
+from .trial import Trial, config
+from .usage import UsageError, first_line
 
 Checkpoint = dict[str, Any]
 COLUMNS = {"epoch", "train_loss", "seconds", "steps", "diverged", "test_accuracy"}  # of a row

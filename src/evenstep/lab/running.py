@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from evenstep.lab import identity, progress, reading, records, sweep
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.experiments.common import failures_expected
-from evenstep.lab.records import Record
-from evenstep.lab.trial import Trial, config
-from evenstep.lab.usage import UsageError
+from . import identity, progress, reading, records, sweep
+from .data import Arrays, Text
+from .experiments.common import failures_expected
+from .records import Record
+from .trial import Trial, config
+from .usage import UsageError
 
 Runner = Callable[..., list[Record]]
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.lab import labels, reading, report, tables
-from evenstep.lab.comparison import Comparison, comparisons
+from . import labels, reading, report, tables
+from .comparison import Comparison, comparisons
 
 
 def conclude(path: Path, console: Console, stopped: bool) -> int:

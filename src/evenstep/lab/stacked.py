@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
 
-from evenstep import frames, proxies, update
-from evenstep.blocks import Block
-from evenstep.guards import TRUST_FLOOR
-from evenstep.lab.methods import OwnBatchSGD
-from evenstep.lab.watching import Seen, Shown, Watcher
-from evenstep.moments import accumulation_dtype
-from evenstep.motion import displace
-from evenstep.proxies import BaseRule, Proxy
-from evenstep.shell import CoordinateOptimizer
-from evenstep.whitened import Whitened, joined
+from ..math import update
+from ..math.guards import TRUST_FLOOR
+from ..math.moments import accumulation_dtype
+from ..rules import torch_rule as proxies
+from ..rules.torch_rule import BaseRule, Proxy
+from ..step import frames
+from ..step.block import Block
+from ..torch_optimizer.motion import displace
+from ..torch_optimizer.step import CoordinateOptimizer
+from ..whitened import Whitened, joined
+from .methods import OwnBatchSGD
+from .watching import Seen, Shown, Watcher
 
 Stack = dict[str, Tensor]  # by name, each [member, ...]
 Build = Callable[..., Optimizer]  # build(module, lr=…)

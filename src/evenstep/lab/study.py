@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from evenstep.lab import records
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.identity import without_digest
-from evenstep.lab.summary import final_loss
-from evenstep.lab.sweep import OnRecord, chunks, key, known, most_members, run_chunks
-from evenstep.lab.together import OnEpoch
-from evenstep.lab.trial import Trial, config
-from evenstep.lab.usage import UsageError, first_line
+from . import records
+from .data import Arrays, Text
+from .identity import without_digest
+from .summary import final_loss
+from .sweep import OnRecord, chunks, key, known, most_members, run_chunks
+from .together import OnEpoch
+from .trial import Trial, config
+from .usage import UsageError, first_line
 
 NAME = "evenstep"
 STALE = 120.0

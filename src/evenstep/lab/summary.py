@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.lab import records as files
-from evenstep.lab.records import Record
+from . import records as files
+from .records import Record
 
 TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
 TRIALS = (1, 2, 4, 8)  # k of "expected best of k"

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from evenstep.lab import records
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.identity import by_key
-from evenstep.lab.together import OnEpoch, alike, run_interleaved, why_alone
-from evenstep.lab.trial import Trial, config, run
-from evenstep.lab.turns import Work, in_turn
+from . import records
+from .data import Arrays, Text
+from .identity import by_key
+from .together import OnEpoch, alike, run_interleaved, why_alone
+from .trial import Trial, config, run
+from .turns import Work, in_turn
 
 MEMBERS = {"cuda": 24}  # of one ensemble, by device
 MEMBERS_ELSEWHERE = 8

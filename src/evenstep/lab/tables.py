@@ -4,8 +4,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from evenstep.lab.comparison import Comparison
-from evenstep.lab.summary import TRIALS, Summary
+from .comparison import Comparison
+from .summary import TRIALS, Summary
 
 
 @dataclass(frozen=True)

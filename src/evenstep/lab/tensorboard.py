@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from evenstep.lab.labels import options_label
-from evenstep.lab.records import Record
-from evenstep.lab.usage import UsageError
+from .labels import options_label
+from .records import Record
+from .usage import UsageError
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share")
 

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evenstep.lab import feed, records
-from evenstep.lab.captured import Steps
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.ensemble import Ensemble
-from evenstep.lab.identity import described
-from evenstep.lab.methods import METHODS, OwnBatchSGD
-from evenstep.lab.models import MODELS
-from evenstep.lab.stacked import elementwise, linear, of_base
-from evenstep.lab.train import CHECK_EVERY, Epoch, linear_decay
-from evenstep.lab.trial import Trial
-from evenstep.lab.turns import Work, in_turn
-from evenstep.shell import CoordinateOptimizer
-from evenstep.whitened import Whitened
+from ..torch_optimizer.step import CoordinateOptimizer
+from ..whitened import Whitened
+from . import feed, records
+from .captured import Steps
+from .data import Arrays, Text
+from .ensemble import Ensemble
+from .identity import described
+from .methods import METHODS, OwnBatchSGD
+from .models import MODELS
+from .stacked import elementwise, linear, of_base
+from .train import CHECK_EVERY, Epoch, linear_decay
+from .trial import Trial
+from .turns import Work, in_turn
 
 AT_ONCE = 12  # ensembles under way on a GPU; one after the other elsewhere
 

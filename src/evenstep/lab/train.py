@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from evenstep.lab import distributed, feed
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.evaluate import evaluate
+from . import distributed, feed
+from .data import Arrays, Text
+from .evaluate import evaluate
 
 Epoch = dict[str, Any]
 CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from evenstep.lab import distributed, records
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.identity import described
-from evenstep.lab.methods import METHODS
-from evenstep.lab.models import MODELS
-from evenstep.lab.train import Epoch, linear_decay, train
+from . import distributed, records
+from .data import Arrays, Text
+from .identity import described
+from .methods import METHODS
+from .models import MODELS
+from .train import Epoch, linear_decay, train
 
 
 @dataclass(frozen=True)

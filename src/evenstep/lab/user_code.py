@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from evenstep.lab.usage import UsageError
+from .usage import UsageError
 
 T = TypeVar("T")
 FORM = "give FILE.py:FUNCTION, the function in the file that builds the model"

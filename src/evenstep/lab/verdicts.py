@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from evenstep.lab.reading import clean
-from evenstep.lab.records import Record
+from .reading import clean
+from .records import Record
 
 FILE = "verdicts.json"
 WORDS = {True: "held", False: "did not hold", None: "undecided"}

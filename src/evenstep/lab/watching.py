@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evenstep.coverage import Entry
-from evenstep.layers import Look
-from evenstep.moments import Sums, add_zeros, sum_about, thinned
-from evenstep.stages import Stage
+from ..math.moments import Sums, add_zeros, sum_about, thinned
+from ..model.layers import Look
+from ..model.survey import Entry
+from ..statistics.batch import Stage
 
 
 class Seen(NamedTuple):

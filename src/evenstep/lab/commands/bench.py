@@ -6,9 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from evenstep.lab import bench, records, usage
-from evenstep.lab.bench_tables import table
-from evenstep.lab.commands import shared
+from .. import bench, records, usage
+from ..bench_tables import table
+from . import shared
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.lab import usage
-from evenstep.lab.commands import shared
-from evenstep.lab.data import Arrays, Text
-from evenstep.lab.methods import METHODS
-from evenstep.lab.trial import Trial
+from .. import usage
+from ..data import Arrays, Text
+from ..methods import METHODS
+from ..trial import Trial
+from . import shared
 
 COMPARED = ("sg", "fan-in", "batch-norm", "whitening", "evenstep", "adam")
 STEPSIZES: Mapping[str, Sequence[float]] = {name: METHODS[name].stepsizes for name in COMPARED}
@@ -36,7 +36,7 @@ def main(
     """Run the demo and report what is finished, even if the user stops it; the exit code."""
     from rich.console import Console
 
-    from evenstep.lab import plots, running, showing
+    from .. import plots, running, showing
 
     usage.in_range(options.epochs, 1, 10_000, "--epochs")
     seed = usage.in_range(options.seed, 0, 2**63 - 1, "--seed")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from evenstep.lab import usage
+from .. import usage
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def main(options: Options) -> int:
     from torch import nn
 
     import evenstep
-    from evenstep.lab import diagnosis, user_code
+
+    from .. import diagnosis, user_code
 
     device = usage.usable_device(options.device)
     torch.manual_seed(usage.in_range(options.seed, 0, 2**63 - 1, "--seed"))
@@ -46,8 +47,6 @@ def main(options: Options) -> int:
     console.print(str(coverage), markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{coverage.summary()}; {_parameters(model)}", highlight=False)
     _memory(console, model, diagnosis.state_floats(model))
-    if torch.device(device).type == "cpu":
-        console.print(_kernels(), highlight=False, soft_wrap=True, markup=False)
     if arguments is None:
         share = diagnosis.largest_share(model, coverage)
         print(f"Arithmetic: sums over layer inputs add at most about {share:.2%} to forward and backward.")
@@ -80,18 +79,6 @@ def main(options: Options) -> int:
 def _parameters(model: Any) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{trained:,} parameters train"
-
-
-def _kernels() -> str:
-    """What makes steps on the CPU."""
-    import torch
-
-    from evenstep.kernels import native
-
-    found, reason = native.loaded(torch.float32)
-    if found is not None:
-        return "Steps on the CPU: in C, built by this machine's compiler."
-    return f"Steps on the CPU: in plain torch, slower on small networks; a library in C would make them, but {reason}."
 
 
 def _memory(console: Any, model: Any, floats: dict[str, float]) -> None:

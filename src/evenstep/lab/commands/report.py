@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from evenstep.lab import usage
+from .. import usage
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def main(options: Options) -> int:
     """Write the report; lines that are no records are told on stderr; the exit code."""
     import sys
 
-    from evenstep.lab import reading, report
+    from .. import reading, report
 
     folder = options.folder
     if not folder.is_dir():
@@ -37,7 +37,7 @@ def main(options: Options) -> int:
     for fault in found.faults:
         print(f"evenstep: {fault}", file=sys.stderr)
     if options.tensorboard is not None:
-        from evenstep.lab import tensorboard
+        from .. import tensorboard
 
         tensorboard.export(found.runs, usage.writable_folder(options.tensorboard, "--tensorboard"))
         print(f"For TensorBoard: {options.tensorboard}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from evenstep.lab import experiments, usage
+from .. import experiments, usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,8 +44,8 @@ def main(options: Options) -> int:
     """Run the experiments, print their verdicts and report; the exit code."""
     from rich.console import Console
 
-    from evenstep.lab import progress, report, running
-    from evenstep.lab import reproduce as runner
+    from .. import progress, report, running
+    from .. import reproduce as runner
 
     names = chosen(options.experiments)
     usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
@@ -88,8 +88,8 @@ def conclude(out: Path, console: "Console", warn: Callable[[str], None]) -> None
     """Judge the claims by the records that are there, print and keep the verdicts, and draw the figures."""
     from rich.text import Text
 
-    from evenstep.lab import reproduce as runner
-    from evenstep.lab import reproduction, verdicts
+    from .. import reproduce as runner
+    from .. import reproduction, verdicts
 
     kept = runner.everything(out, warn)
     found = [v for name, records in kept.items() for v in verdicts.judge(name, experiments.EXPERIMENTS[name], records)]

@@ -10,12 +10,12 @@ import torch
 import tyro
 from torch.nn import functional
 
-from evenstep.lab import data, feed, usage
-from evenstep.lab.data.feeding import AUGMENTATIONS
-from evenstep.lab.experiments.common import failures_expected
-from evenstep.lab.methods import METHODS
-from evenstep.lab.models import MODELS
-from evenstep.lab.trial import Trial
+from .. import data, feed, usage
+from ..data.feeding import AUGMENTATIONS
+from ..experiments.common import failures_expected
+from ..methods import METHODS
+from ..models import MODELS
+from ..trial import Trial
 
 CLASSES = 10  # what the networks have unless told otherwise
 NONE = "(default: none)"  # what the help says of options that take several values and may stay empty

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import tyro
 
-from evenstep.lab import usage
-from evenstep.lab.commands import shared
-from evenstep.lab.methods import METHODS
-from evenstep.lab.trial import Trial
+from .. import usage
+from ..methods import METHODS
+from ..trial import Trial
+from . import shared
 
 COMPARED = ("sg", "adam", "evenstep")
 OWN = "default"  # the word for each method's own stepsizes
@@ -35,7 +35,7 @@ def main(options: Options) -> int:
     """Run the sweep and report; the exit code."""
     from rich.console import Console
 
-    from evenstep.lab import running, showing, study
+    from .. import running, showing, study
 
     trials = grid(options)
     device = usage.usable_device(options.device)

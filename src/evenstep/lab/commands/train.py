@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from evenstep.lab import usage
-from evenstep.lab.commands import shared
-from evenstep.lab.methods import METHODS
+from .. import usage
+from ..methods import METHODS
+from . import shared
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evenstep.lab.resumable import Training
+    from ..resumable import Training
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def main(options: Options) -> int:
     """Train from the last checkpoint on, and report; the exit code. Under torchrun the first process alone speaks."""
     from rich.console import Console
 
-    from evenstep.lab import distributed, records, resumable, running, showing
+    from .. import distributed, records, resumable, running, showing
 
     trial = shared.trial(options, options.method, usage.stepsize(options.lr, "--lr"), options.seed)
     device = usage.usable_device(options.device)
@@ -63,7 +63,7 @@ def main(options: Options) -> int:
 
 def train(training: "Training", checkpoint: Path, console: "Console") -> str:
     """Train from the checkpoint to the end behind a progress bar; what is kept, if the user stopped it (Ctrl-C)."""
-    from evenstep.lab import progress, resumable
+    from .. import progress, resumable
 
     trial = training.trial
     if resumable.go_on(training, checkpoint):

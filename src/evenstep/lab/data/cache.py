@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.kernels.native import home as folder
-
 __all__ = ["folder", "key", "remembered"]
+
+
+def folder() -> Path:
+    """The folder kept between runs: EVENSTEP_CACHE, else evenstep/ in the user's cache folder."""
+    if os.environ.get("EVENSTEP_CACHE"):
+        return Path(os.environ["EVENSTEP_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenstep"
 
 
 def key(facts: Any) -> str:

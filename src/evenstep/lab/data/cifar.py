@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.lab import safe_pickle
-from evenstep.lab.usage import first_line
-
+from .. import safe_pickle
+from ..usage import first_line
 from .arrays import Arrays
 
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evenstep.lab.usage import UsageError
-
+from ..usage import UsageError
 from .arrays import Arrays, Text
 from .cifar import CIFAR_FOLDER, TRAIN, cifar10
 from .fashion import fashion_mnist, fashion_mnist_subset, idx_file

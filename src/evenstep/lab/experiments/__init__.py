@@ -8,8 +8,8 @@
 
 from types import ModuleType
 
-from evenstep.lab.experiments import coupling, fig1, fig2, fig3, l2, scale, shock
-from evenstep.lab.experiments.common import Claim, Options, Progress, Verdict
+from . import coupling, fig1, fig2, fig3, l2, scale, shock
+from .common import Claim, Options, Progress, Verdict
 
 __all__ = ["EXPERIMENTS", "Claim", "Options", "Progress", "Verdict"]
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from evenstep.lab import data, reading, records
-from evenstep.lab.identity import by_key, described, may_be_of
-from evenstep.lab.records import Record
-from evenstep.lab.trial import Trial
-from evenstep.lab.usage import UsageError
+from .. import data, reading, records
+from ..identity import by_key, described, may_be_of
+from ..records import Record
+from ..trial import Trial
+from ..usage import UsageError
 
 QUICK_IMAGES = 320  # training images of a quick run: five steps of 64; and one test image in ten
 TRIAL = {field.name for field in fields(Trial)} | {"data"}  # what a training's configuration says

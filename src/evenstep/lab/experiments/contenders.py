@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evenstep.lab.drawing import COLOURS, MARKS, epoch_axis, plain_log
-from evenstep.lab.experiments.tuning import Contender, at_best, guessing
-from evenstep.lab.records import Record
-from evenstep.lab.summary import final_loss
+from ..drawing import COLOURS, MARKS, epoch_axis, plain_log
+from ..records import Record
+from ..summary import final_loss
+from .tuning import Contender, at_best, guessing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

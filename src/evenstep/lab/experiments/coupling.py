@@ -9,33 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from evenstep import constants, coordinates
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    below,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-    stored,
-)
-from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.experiments.tuning import (
-    Contender,
-    Entrant,
-    Plan,
-    all_tuned,
-    at_best,
-    doubled,
-    losses,
-    outcome,
-    rates_table,
-)
-from evenstep.lab.records import Record
+from ...math import change_of_variables as coordinates
+from ...math import constants
+from ..records import Record
+from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent, stored
+from .fig2 import UNGUARDED
+from .tuning import Contender, Entrant, Plan, all_tuned, at_best, doubled, losses, outcome, rates_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -196,8 +175,8 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The bias against its formula, and training with and without it."""
-    from evenstep.lab import drawing
-    from evenstep.lab.experiments.contenders import sensitivity
+    from .. import drawing
+    from .contenders import sensitivity
 
     figure, (left, *rest) = drawing.panels(1 + len(BATCHES), width=4.4)
     found = biases(records)

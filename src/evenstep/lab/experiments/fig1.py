@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from evenstep import stepsize
-from evenstep.lab.experiments.common import Claim, Options, Progress, Verdict, joined, judged, silent, stored
-from evenstep.lab.records import Record
+from ...math import stepsize
+from ..records import Record
+from .common import Claim, Options, Progress, Verdict, joined, judged, silent, stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,7 +154,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The function with the trajectories on it, and its value against steps."""
-    from evenstep.lab import drawing
+    from .. import drawing
 
     figure, (plane, values) = drawing.panels(2, width=5.0)
     side = torch.linspace(-0.8, 3.4, 120, dtype=torch.float64)

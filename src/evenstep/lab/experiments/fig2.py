@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    below,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-)
-from evenstep.lab.experiments.tuning import (
+from ..records import Record
+from ..summary import final_loss
+from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent
+from .tuning import (
     Contender,
     Plan,
     at_best,
@@ -32,8 +23,6 @@ from evenstep.lab.experiments.tuning import (
     trained,
     tuned,
 )
-from evenstep.lab.records import Record
-from evenstep.lab.summary import final_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,8 +154,8 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The paper's two panels, ours beside them, and what each stepsize gives."""
-    from evenstep.lab import drawing
-    from evenstep.lab.experiments.contenders import curves, sensitivity
+    from .. import drawing
+    from .contenders import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for panel, contenders, shift, title in zip(

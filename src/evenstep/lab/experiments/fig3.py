@@ -18,29 +18,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab import feed
-from evenstep.lab.captured import WARM_UP, Steps, own_stream
-from evenstep.lab.data import Arrays
-from evenstep.lab.evaluate import evaluate
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    failures_expected,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-    stored,
-)
-from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.experiments.tuning import guessing
-from evenstep.lab.methods import METHODS
-from evenstep.lab.models import MODELS
-from evenstep.lab.records import Record
-from evenstep.lab.trial import Trial
+
+from .. import feed
+from ..captured import WARM_UP, Steps, own_stream
+from ..data import Arrays
+from ..evaluate import evaluate
+from ..methods import METHODS
+from ..models import MODELS
+from ..records import Record
+from ..trial import Trial
+from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
+from .fig2 import UNGUARDED
+from .tuning import guessing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -225,7 +214,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The loss of the whole training set by epochs and by seconds."""
-    from evenstep.lab import drawing
+    from .. import drawing
 
     figure, (epochs, seconds) = drawing.panels(2)
     for k, name in enumerate(dict.fromkeys(r["config"]["name"] for r in records)):

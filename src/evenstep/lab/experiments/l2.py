@@ -9,32 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    borrow,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-    spread,
-)
-from evenstep.lab.experiments.fig2 import BATCH_NORM, GUARDED, WHITENING
-from evenstep.lab.experiments.tuning import (
-    Contender,
-    Plan,
-    at_best,
-    beyond,
-    in_stage,
-    rates_table,
-    strength,
-    trained,
-    tuned,
-)
-from evenstep.lab.records import Record, dumps
+from ..records import Record, dumps
+from .common import Claim, Options, Progress, Verdict, borrow, images, joined, judged, only, silent, spread
+from .fig2 import BATCH_NORM, GUARDED, WHITENING
+from .tuning import Contender, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,7 +175,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """Test accuracy by epoch, and by λ."""
-    from evenstep.lab import drawing
+    from .. import drawing
 
     figure, (curves, by_strength) = drawing.panels(2)
     groups = {c.label: at_best(records, c) for c in (BATCH_NORM, WHITENING, GUARDED)}

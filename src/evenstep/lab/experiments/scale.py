@@ -5,22 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenstep.lab.data import Arrays
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    below,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-)
-from evenstep.lab.experiments.fig2 import UNGUARDED
-from evenstep.lab.experiments.tuning import Contender, Plan, at_best, doubled, losses, outcome, rates_table, tuned
-from evenstep.lab.records import Record
+from ..data import Arrays
+from ..records import Record
+from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent
+from .fig2 import UNGUARDED
+from .tuning import Contender, Plan, at_best, doubled, losses, outcome, rates_table, tuned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,8 +110,8 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """Training loss on both sets, and what each stepsize gives."""
-    from evenstep.lab import drawing
-    from evenstep.lab.experiments.contenders import curves, sensitivity
+    from .. import drawing
+    from .contenders import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for k, (half, name) in enumerate(zip(halves(records), ("a tenth of the images", "all images"), strict=True)):

@@ -19,23 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import evenstep
-from evenstep.lab.data import Arrays
-from evenstep.lab.experiments.common import (
-    Claim,
-    Options,
-    Progress,
-    Verdict,
-    failures_expected,
-    images,
-    joined,
-    judged,
-    only,
-    silent,
-    stored,
-)
-from evenstep.lab.models import paper_cnn
-from evenstep.lab.records import Record
-from evenstep.shell import CoordinateOptimizer
+
+from ...torch_optimizer.step import CoordinateOptimizer
+from ..data import Arrays
+from ..models import paper_cnn
+from ..records import Record
+from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -327,7 +316,7 @@ def verdict(records: list[Record]) -> Verdict:
 
 def plot(records: list[Record]) -> "Figure":
     """The price of each shock, and the monitor's view of the largest one."""
-    from evenstep.lab import drawing
+    from .. import drawing
 
     figure, (price, loss, view) = drawing.panels(3)
     names, kappas = named(records)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenstep.lab.data import Arrays
-from evenstep.lab.experiments.common import Progress, failures_expected, spread
-from evenstep.lab.feed import steps_per_epoch
-from evenstep.lab.records import Record, dumps
-from evenstep.lab.summary import diverged, end, initial_loss
-from evenstep.lab.sweep import key, known, sweep
-from evenstep.lab.trial import Trial, config
+from ..data import Arrays
+from ..feed import steps_per_epoch
+from ..records import Record, dumps
+from ..summary import diverged, end, initial_loss
+from ..sweep import key, known, sweep
+from ..trial import Trial, config
+from .common import Progress, failures_expected, spread
 
 SMALL, LARGE = 0.0065, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
 BEFORE = 15.0  # seconds until all of a stage's graphs are captured

@@ -1,0 +1,108 @@
+"""Guards: bounds on a step that stale moments would make too long (§4.4).
+
+Untriggered, a guard returns what it was given, bit for bit. Both are pure, ask nothing of the host, and say how
+often they fired.
+"""
+
+import torch
+from torch import Tensor
+
+from .change_of_variables import mean_response, per_input, per_unit
+from .segments import WHOLE, Segments, Whole
+
+CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
+TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+DRIFT = 0.2  # how far an input that few batches have shown may be from its mean in the next one, relative to that mean
+LEAST = 0.1  # the share of its radius that the crowd leaves to a unit in any case
+
+
+def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Raise a stale variance: m_i = max(vx_i, q_i/τ), and which inputs that changed.
+
+    `q` is this batch's second moment about the *running* mean. With α_i² = 1/m_i no whitened input exceeds a mean
+    square of τ on this batch.
+
+    >>> fresh_max(torch.tensor([1.0, 1.0]), torch.tensor([3.0, 8.0]), tau=4.0)
+    (tensor([1., 2.]), tensor([False,  True]))
+    """
+    raised = q / tau
+    return torch.maximum(vx, raised), raised > vx
+
+
+def unproven(mx: Tensor, mass: Tensor) -> Tensor:
+    """(1 − mass)(d μ_i)²: what the batch's second moment about the running mean is taken for at least; d = DRIFT.
+
+    Units take steps in proportion to their length, and the inputs of the layers behind them move with them. Of an input
+    that hardly varies the first batches do not tell how far it will be from its mean once all layers have moved. `mass`
+    is that of the running moments, 1 − decayᵗ after t batches: what many batches have shown has its way.
+
+    >>> unproven(torch.tensor([1.0, 10.0]), torch.tensor([0.0, 0.75]))
+    tensor([0.0400, 1.0000])
+    """
+    return (1 - mass) * (DRIFT * DRIFT) * mx * mx
+
+
+def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tensor) -> Tensor:
+    """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
+
+    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together.
+    """
+    level = mean_response(weight, mu)
+    if bias is not None:
+        level = level + bias
+    return level * level + (weight * weight * per_input(spread)).sum((-2, -1))
+
+
+def trust_factor(
+    unit2: Tensor, step2: Tensor, radius: float | Tensor, floor: float, typical2: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and which units were held back.
+
+    c_j is `radius`, or, given the layer's typical squared relative step, at most CROWD times its root, though never
+    under LEAST times `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which
+    then grows by the whole radius, step after step; its relative step stands out of the crowd.
+
+    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
+    (tensor([0.2000, 1.0000]), tensor([ True, False]))
+    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), radius=0.1, floor=1e-3, typical2=torch.tensor(1e-4))
+    (tensor([1.0000, 0.5000]), tensor([False,  True]))
+    """
+    bound2 = radius * radius * unit2.clamp(min=floor * floor)
+    if typical2 is not None:
+        crowd2 = (CROWD * CROWD * typical2).clamp(min=radius * radius * (LEAST * LEAST))
+        bound2 = torch.fmin(bound2, crowd2 * unit2.clamp(min=floor * floor))
+    over = step2 > bound2
+    factor = torch.where(over, (bound2 / step2.clamp(min=torch.finfo(step2.dtype).tiny)).sqrt(), 1.0)
+    return factor, over
+
+
+def surely_free(largest2: float, radius: float, crowd: bool) -> bool:
+    """Whether no unit of a layer is held back, if its largest squared relative step is `largest2`, rounding aside.
+
+    >>> surely_free(0.0025, 0.1, crowd=False), surely_free(0.0025, 0.1, crowd=True)
+    (True, False)
+    """
+    return largest2 <= (1 - 1e-5) * (radius * (LEAST if crowd else 1.0)) ** 2
+
+
+def relative(unit2: Tensor, step2: Tensor, floor: float) -> Tensor:
+    """(‖δu_j‖/max(‖u_j‖, s₀))²: how far each unit is asked to move, measured by itself."""
+    return step2 / unit2.clamp(min=floor * floor)
+
+
+def typical(relative2: Tensor, over: Whole | Segments = WHOLE) -> Tensor:
+    """The geometric mean of squared relative steps over the units that move; NaN if none does.
+
+    Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.
+
+    >>> typical(torch.tensor([1.0, 4.0, 0.0]))
+    tensor(2.)
+    """
+    moves = relative2 > 0
+    logs, count = over.totals(torch.where(moves, relative2.log(), 0.0), moves.to(relative2.dtype))
+    return over.widen((logs / count).exp())
+
+
+def shorten(weight_step: Tensor, bias_step: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Multiply a unit's whole step, weights and bias, by its trust factor."""
+    return weight_step * per_unit(factor), None if bias_step is None else bias_step * factor

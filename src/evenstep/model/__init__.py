@@ -1,0 +1,1 @@
+"""What a network is made of: kinds of layers, and how each parameter is treated."""

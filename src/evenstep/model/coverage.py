@@ -1,0 +1,120 @@
+"""What an optimizer says of itself: the rows of `opt.coverage()`, `opt.fired()`, layers that nothing was seen of."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..statistics.batch import Stage
+from ..step.block import Block
+from .survey import Coverage, Entry, Row, join, owners, why_plain
+
+Staged = Iterable[tuple[Block, Stage | None]]
+
+
+def coverage_of(
+    groups: list[dict[str, Any]],
+    blocks: list[Block],
+    model: nn.Module | None = None,
+    entries: Sequence[Entry] = (),
+    left_out: dict[int, str] | None = None,
+    state: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> Coverage:
+    """One row per parameter of `groups`, in their order; `left_out` says why some are no part of `entries`.
+
+    `state` is the optimizer's, to find layers that have shown no input.
+    """
+    known, reasons = {} if model is None else owners(model), dict(left_out or {})
+    for entry in entries:
+        if unfit := entry.unfit:
+            reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
+    of_block = {id(p): block for block in blocks for p in block.parameters}
+    table = Coverage()
+    for group in groups:
+        names = group.get("param_names") or [f"parameter {k}" for k in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            name, owner = known.get(id(p), (name, None))
+            table.append(row(name, p, of_block.get(id(p)), owner, reasons, state or {}))
+    return table
+
+
+def row(
+    name: str,
+    p: Tensor,
+    block: Block | None,
+    owner: nn.Module | None,
+    left_out: dict[int, str],
+    state: Mapping[Tensor, dict[str, Any]],
+) -> Row:
+    """The row of one parameter; `block` is None where it does not train, `owner` where no model knows it."""
+    layer = "" if owner is None else type(owner).__name__
+    if block is None:
+        return Row(name, layer, "frozen", "requires_grad is False")
+    if block.entry is not None:
+        return Row(name, layer, block.treatment, why_treated(block, state.get(block.weight, {})))
+    if owner is None:
+        return Row(name, layer, block.treatment, "no model is attached that has it")
+    return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2]))
+
+
+def why_treated(block: Block, state: dict[str, Any]) -> str:
+    """What is special about a layer's treatment; empty if nothing."""
+    entry = block.entry
+    assert entry is not None
+    reasons = []
+    if block.alone:
+        reasons.append("moves without its weight")
+    elif block.treatment == "fan-in" and not entry.slot.seen:
+        reasons.append("its input is not seen")
+    elif block.treatment == "fan-in" and not entry.slot.shown:
+        reasons.append("its output's gradient is not seen")
+    elif block.treatment in ("whitened", "canonical") and not block.biases:
+        reasons.append("no bias trains with it: implied bias")
+    if unshown(state):
+        reasons.append("no input seen so far (cross-attention and sparse tensors show none): stepsize scaling alone")
+    if len(entry.places) > 1:
+        reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
+    if entry.batch_dim == 1 and block.treatment != "plain":
+        reasons.append("sequences taken as [time, batch, feature]")
+    return "; ".join(reasons)
+
+
+def unshown(state: dict[str, Any]) -> bool:
+    """Whether a layer has moved without ever showing its input (reads the device)."""
+    mass, step = state.get("mass"), state.get("step")
+    return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
+
+
+def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:
+    """How often each guard fired since the start, by `layer_name`: share of inputs raised, of units held back."""
+    found: dict[str, tuple[float, float]] = {}
+    for block, stage in staged:
+        if stage is not None and block.entry is not None and not block.alone:
+            raised, held, steps = stage.fired.tolist()
+            inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
+            found[layer_name(block.entry)] = (raised / inputs, held / units)
+    return found
+
+
+def layer_name(entry: Entry) -> str:
+    """The name of a layer; of a weight, where its layer has several, as an attention has."""
+    return entry.path if len(entry.kind.slots(entry.module)) == 1 else join(entry.path, entry.slot.weight)
+
+
+def unseen_of(staged: Staged, wait: bool) -> str | None:
+    """A sentence on the first layer that has a gradient but no statistics, if there is one.
+
+    Statistics on another device are read only if we may `wait` for them.
+    """
+    for block, stage in staged:
+        entry = block.entry
+        if stage is None or entry is None or not block.weight.requires_grad:
+            continue
+        known = stage.device.type == "cpu" or (wait and stage.device.type != "meta")
+        if known and not stage.applied:
+            return (
+                f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
+                "step (compiled without its hooks? then torch._dynamo.reset() helps; eval mode? a functional call?); "
+                "using its last moments."
+            )
+    return None

@@ -1,0 +1,1 @@
+"""Many ranks: reductions and DTensors."""

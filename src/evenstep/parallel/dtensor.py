@@ -1,0 +1,131 @@
+"""Parameters of which a rank holds a part (DTensors, as FSDP2 makes them): each rank moves its own rows.
+
+FSDP2 shards dim 0, the units of a layer; coordinates act along its inputs, so nothing is gathered but what belongs to
+all units of a layer. State that belongs to rows or elements is a DTensor placed like its parameter; all other state is
+the same plain tensor on every rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ..math.segments import WHOLE, Whole
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; asked without importing what few need."""
+    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: all, or its part."""
+    return tensor.to_local() if sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def visible(x: Tensor | None, dim: int) -> Tensor | None:
+    """What this rank has of a layer's input; nothing if it has some of the inputs (along `dim`) alone."""
+    if x is None or not sharded(x):
+        return x
+    split = any(getattr(place, "dim", None) == dim for place in x.placements)  # type: ignore[attr-defined]
+    return None if split else local(x)
+
+
+def groups_along(tensor: Any, rows: bool) -> list[Any]:
+    """The groups of ranks over which dim 0 (`rows`), or any other dimension, of a tensor is split."""
+    if not sharded(tensor):
+        return []
+    found = enumerate(tensor.placements)
+    return [tensor.device_mesh.get_group(k) for k, place in found if hasattr(place, "dim") and (place.dim == 0) is rows]
+
+
+class Spread(Whole):
+    """A layer whose units lie on several ranks: reductions over all of them. Every rank must ask."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        """The groups that units are split over."""
+        self.groups = groups
+
+    def reduced(self, x: Tensor, how: Any = None) -> Tensor:
+        """Each element reduced over ranks."""
+        x = x.contiguous().clone()
+        for group in self.groups:
+            dist.all_reduce(x, how or dist.ReduceOp.SUM, group)
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over all ranks' elements."""
+        total, count = self.totals(x, torch.ones_like(x))
+        return total / count.clamp(min=1)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all ranks' elements."""
+        return self.reduced(x.sum())
+
+    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Several sums, by one reduction."""
+        return self.reduced(torch.stack([x.sum() for x in xs])).unbind()
+
+    def most(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' elements."""
+        return self.reduced(super().most(x), dist.ReduceOp.MAX)
+
+
+def over_units(weight: Tensor) -> Whole:
+    """Reductions over the units of a layer whose rows they are."""
+    groups = groups_along(weight, rows=True)
+    return Spread(groups) if groups else WHOLE
+
+
+def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -> str | None:
+    """Why a layer's shards cannot move in its coordinates; None if they can.
+
+    `matrix` is the whole weight in the core's layout, without data: a view in order has its units as rows.
+    """
+    if groups_along(weight, rows=False):
+        return "its weight is sharded along its inputs"
+    if not matrix.is_contiguous() or matrix.shape[:2].numel() != weight.shape[0]:
+        return "its weight is sharded along dim 0, which is not its units"
+    places = getattr(weight, "placements", None)
+    if any(b is not None and getattr(b, "placements", None) != places for b in biases):
+        return "its bias is not sharded as its weight is"
+    return None
+
+
+def row_numbers(p: Any) -> Tensor:
+    """Which rows of the whole tensor this rank has."""
+    return part(torch.arange(p.shape[0], device=p.device), p)
+
+
+def part(whole: Tensor, p: Any) -> Tensor:
+    """This rank's part of a tensor that every rank has, rows placed like those of `p`."""
+    from torch.distributed.tensor import distribute_tensor
+
+    placed: Any = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+    return local(placed)
+
+
+def placed(own: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
+    """This rank's part of a tensor as a DTensor placed like `p`; `shape` is that of the whole, if not that of `p`."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size(p.shape if shape is None else shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, gathered if need be."""
+    found: Tensor = tensor.full_tensor() if sharded(tensor) else tensor
+    return found
+
+
+def matched(saved: Tensor, live: Any) -> Tensor:
+    """A saved tensor placed as a live one is."""
+    if sharded(live) and not sharded(saved):
+        return placed(part(saved.to(live.device), live), live, saved.shape)
+    return whole(saved) if sharded(saved) and isinstance(live, Tensor) and not sharded(live) else saved

@@ -1,0 +1,1 @@
+"""Rules: from a gradient on v to a direction on v."""

@@ -1,0 +1,1 @@
+"""What a forward pass adds up: hooks and the sums they fill."""

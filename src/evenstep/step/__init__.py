@@ -1,0 +1,1 @@
+"""One step: which parameters move, and the backends that move them."""

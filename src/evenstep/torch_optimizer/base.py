@@ -1,0 +1,276 @@
+"""torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import checks
+from ..model.coverage import coverage_of, fired_of
+from ..model.survey import Coverage, survey
+from ..parallel import reduce as distributed
+from ..statistics.batch import Stage
+from ..statistics.hooks import Collector
+from ..step import frames
+from ..step.block import Block, gather
+from . import checkpoint as checkpoints
+from .motion import exchange, named, parted, restore
+
+NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
+
+
+class ModelOptimizer(Optimizer):
+    """An optimizer that may know the model of its parameters."""
+
+    coordinates: ClassVar[str] = "whitened"  # what layers get: "whitened", "canonical", "fan-in" or "plain"
+    _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
+    process_group: Any
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None, process_group: Any = None
+    ) -> None:
+        """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
+        self._detached()
+        self.process_group = distributed.checked(self._owner, process_group)
+        whole = isinstance(params, nn.Module)
+        params, model = checks.parameters_of(self._owner, params, model)
+        self._whole = whole
+        checks.hyperparameters(self._owner, defaults)
+        super().__init__(params, defaults)
+        if model is not None:
+            self.attach(model)
+
+    def _detached(self) -> None:
+        """What it has before it knows a model, as a copy has it, too."""
+        self._owner = type(self).__name__
+        self._collector: Collector | None = None
+        self._watching = False  # whether hooks are wanted on its model
+        self._members: set[int] = set()  # ids of our parameters that are the model's, or were
+        self._left_out: dict[int, str] = {}
+        self._whole = False  # whether it was built from a module, so that all its parameters are ours
+        self._complete = False  # whether every parameter has its state
+        self._warned: set[str] = set()
+        self._nonfinite = torch.zeros((), dtype=torch.int64)
+        self.process_group = None
+        self._pool = distributed.Pool()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
+        own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
+        state = {p: parted(kept) for p, kept in self.state.items()}
+        whole = {**super().__getstate__(), "state": defaultdict(dict, state)}
+        return {**whole, **own, "_whole": self._whole, "process_group": distributed.lasting(self.process_group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
+        if "_collector" not in self.__dict__:
+            self._detached()
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                if key != "differentiable":  # torch puts that among the defaults of every optimizer it unpickles
+                    group.setdefault(key, value)
+            if "plain_lr" in group and "plain_at" not in group:  # an older format kept the ratio of the two
+                ratio, plain_lr = group.pop("plain_ratio", 1.0), group["plain_lr"]
+                group["plain_at"] = plain_lr / ratio if plain_lr and ratio else float(group["lr"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with the group's hyperparameters checked."""
+        if self._whole and self.param_groups:  # they have names, then, though nobody gave any
+            model = None if self._collector is None else self._collector.model
+            param_group = {**param_group, "params": named(param_group["params"], model)}
+        full = {**self.defaults, **param_group}
+        checks.hyperparameters(self._owner, full)
+        if "plain_lr" in full:  # of this lr, so that schedules and groups' own lr move it too
+            own = "plain_lr" in param_group or not self.defaults["lr"]
+            param_group.setdefault("plain_at", float(full["lr"] if own else self.defaults["lr"]))
+        super().add_param_group(param_group)
+        checks.supported(self._owner, self.param_groups[-1]["params"])
+        self._complete = False
+        if self._collector is not None and self._watching:
+            self.attach(self._collector.model)
+
+    # the model
+
+    def attach(self, model: nn.Module) -> None:
+        """Watch the layers of `model` whose parameters this optimizer holds."""
+        held, present = self._groups(), {id(p) for p in model.parameters()}
+        if not held.keys() & present:
+            raise ValueError(
+                f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
+                "from the model, or from that model's parameters."
+            )
+        former = model if self._collector is None else self._collector.model
+        if self.coordinates != "plain" and held.keys() & {id(p) for p in former.parameters()} - present:
+            self._warn(
+                "former",
+                f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
+                "plain coordinates from now on; give each model an optimizer of its own, or attach one module that "
+                "holds both.",
+            )
+        self.detach()
+        self._members = held.keys() & (present | self._members if former is model else present)
+        entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
+        trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
+        moments = self.coordinates in ("whitened", "canonical")
+        self._collector = Collector(
+            model,
+            trained,
+            inputs=moments,
+            gradients=self.coordinates == "canonical",
+            rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
+        )
+        self._complete, self._watching, self._pool = False, True, distributed.Pool()
+        self._recentre()
+        if self.coordinates != "plain":
+            self._collector.attach(self)
+            if not trained:
+                self._warn(
+                    "coverage",
+                    f"no layer of this {type(model).__name__} is covered, so every parameter is trained in plain "
+                    "coordinates; opt.coverage() says why.",
+                )
+
+    def detach(self) -> None:
+        """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
+        self._watching = False
+        if self._collector is not None:
+            self._collector.detach()
+
+    def refresh(self) -> None:
+        """Look at the model again after surgery on its layers.
+
+        An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
+        ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
+        from parameters keeps to those.
+        """
+        if self._collector is None:
+            raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
+        model = self._collector.model
+        if self._whole:
+            exchange(self.param_groups, model, self._members)
+            kept = {id(p) for group in self.param_groups for p in group["params"]}
+            for p in [p for p in self.state if id(p) not in kept]:
+                del self.state[p]
+        self.attach(model)
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by id."""
+        return {id(p): group for group in self.param_groups for p in group["params"]}
+
+    def _stage(self, block: Block) -> Stage | None:
+        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
+
+    def _staged(self, blocks: list[Block]) -> list[tuple[Block, Stage | None]]:
+        return [(block, self._stage(block)) for block in blocks]
+
+    def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
+        entries = [] if self._collector is None else self._collector.entries
+        return gather(self.param_groups, entries, self.coordinates, trains)
+
+    # what it tells
+
+    def coverage(self) -> Coverage:
+        """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
+        blocks, watched = self._blocks(lambda p: p.requires_grad), self._collector
+        if watched is None:
+            return coverage_of(self.param_groups, blocks)
+        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
+
+    def __repr__(self) -> str:
+        """torch's own, with the coverage in one line."""
+        try:
+            summary = self.coverage().summary()
+        except RuntimeError as error:  # a layer has changed
+            summary = str(error)
+        return f"{super().__repr__()}\ncoverage: {summary}"
+
+    def fired(self) -> dict[str, tuple[float, float]]:
+        """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
+        return fired_of(self._staged(self._blocks(lambda p: p.requires_grad)))
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """How many steps were skipped because a gradient was not finite (reads the device)."""
+        count = int(self._nonfinite)
+        if count:
+            self._warn("nonfinite", NONFINITE)
+        return count
+
+    def _warn(self, key: str, message: str) -> None:
+        """Tell the user, once."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"{self._owner}: {message}", stacklevel=2)
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, sealed. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        _ = self.nonfinite_steps
+        return checkpoints.seal(super().state_dict(), self._writer())
+
+    def _writer(self) -> str:
+        """Who writes a checkpoint: the class of ours, whatever a subclass is called."""
+        return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
+
+    def _known_state(self) -> tuple[set[str], set[str], bool]:
+        """The names that state may have, those that never lack, and whether the shapes of others are known, too."""
+        return set(checkpoints.OURS), {"step"}, False
+
+    def _check(self, state_dict: Any, sealed: bool) -> None:
+        """Refuse a state_dict that does not fit, before anything is changed."""
+        known, required, rule = self._known_state()
+        wanted: dict[Tensor, checkpoints.Wanted] = {}
+        for block in self._blocks(lambda p: True):
+            wanted |= checkpoints.wanted_of(block, self._stage(block), required, rule)
+        checkpoints.refuse(self._owner, checkpoints.misfits(state_dict, self.param_groups, wanted, known, sealed))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
+
+        Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
+        fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
+        A group whose names are ours in another order is loaded by name.
+        """
+        sealed = checkpoints.seal_of(state_dict) is not None
+        if not hasattr(state_dict, "copy"):  # which torch calls before it looks
+            self._check(state_dict, sealed)
+        checkpoints.check_seal(self._owner, state_dict, self._writer())
+        live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
+        final: dict[str, Any] = {}
+
+        def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = checkpoints.by_name(loaded, self.param_groups)
+            self._check(loaded, sealed)
+            final.update(loaded)
+            return final
+
+        handle = self.register_load_state_dict_pre_hook(take)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = [k for group in final["param_groups"] for k in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        restore(self.state, params, [final["state"].get(k, {}) for k in ids], live)
+        self._complete = False
+        self._recentre()
+
+    def _recentre(self) -> None:
+        """Make hooks sum about the running means, as after a step, and forget what is staged."""
+        self._pool.settled.clear()
+        if self._collector is not None:
+            self._collector.clear()
+            for entry, stage in self._collector.staged():
+                frames.recentre(self.state.get(entry.weight, {}), stage)
+
+
+def why_not(group: dict[str, Any], name: str) -> str | None:
+    """Why a layer's parameter of this name has been left out by its group; None if it has not."""
+    return next((f"excluded by '{p}'" for p in group.get("exclude", ()) if fnmatchcase(name, p)), None)
