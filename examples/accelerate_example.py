@@ -1,4 +1,4 @@
-"""EvenStep with Accelerate: prepare it with the model; micro-batches, clipping and checkpoints as usual.
+"""UnitStep with Accelerate: prepare it with the model; micro-batches, clipping and checkpoints as usual.
 
 pip install "evenstep[integrations]" && python examples/accelerate_example.py
 """
@@ -27,7 +27,7 @@ def main(epochs: int = 16, mixed_precision: str = "no") -> float:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    optimizer = evenstep.EvenStep(model, lr=0.05)
+    optimizer = evenstep.UnitStep(model, lr=0.05)
     loader = DataLoader(bars(), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(epochs):

@@ -1,4 +1,4 @@
-"""EvenStep in Lightning: return it from configure_optimizers, with a schedule beside it.
+"""UnitStep in Lightning: return it from configure_optimizers, with a schedule beside it.
 
 pip install "evenstep[integrations]" && python examples/lightning_example.py
 """
@@ -43,7 +43,7 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy", (self(x).argmax(1) == y).float().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = evenstep.EvenStep(self, lr=0.05)
+        optimizer = evenstep.UnitStep(self, lr=0.05)
         schedule = {"scheduler": CosineAnnealingLR(optimizer, self.steps), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 

@@ -1,4 +1,4 @@
-"""EvenStep in a plain training loop: groups for weight decay, a schedule, clipping, a checkpoint half way.
+"""UnitStep in a plain training loop: groups for weight decay, a schedule, clipping, a checkpoint half way.
 
 python examples/plain_loop.py
 """
@@ -31,7 +31,7 @@ def main(steps: int = 80) -> dict[str, float]:
     """Train, and report the accuracy on images that were not seen."""
     torch.manual_seed(0)
     model, (x, y) = network(), images()
-    optimizer = evenstep.EvenStep(evenstep.decay_groups(model, 0.01), lr=0.05, model=model)
+    optimizer = evenstep.UnitStep(evenstep.decay_groups(model, 0.01), lr=0.05, model=model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         chosen = torch.randint(0, len(x), (64,))

@@ -1,4 +1,4 @@
-"""EvenStep by its name in timm: register it once, create it by the string, attach it to the model.
+"""UnitStep by its name in timm: register it once, create it by the string, attach it to the model.
 
 timm hands an optimizer parameters alone, so that it must be told of the model afterwards.
 
@@ -17,7 +17,7 @@ import evenstep
 def main(steps: int = 20) -> dict[str, float]:
     """A few steps of a small vision transformer on noise with a bright corner."""
     torch.manual_seed(0)
-    default_registry.register(OptimInfo(name="evenstep", opt_class=evenstep.EvenStep, has_eps=True, has_momentum=True))
+    default_registry.register(OptimInfo(name="evenstep", opt_class=evenstep.UnitStep, has_eps=True, has_momentum=True))
     model = timm.create_model("test_vit", num_classes=2)
     optimizer = create_optimizer_v2(model, "evenstep", lr=0.02, weight_decay=0.01)
     optimizer.attach(model)

@@ -1,4 +1,4 @@
-"""EvenStep in Transformers' Trainer: give it the optimizer, or its class with the model among the keywords.
+"""UnitStep in Transformers' Trainer: give it the optimizer, or its class with the model among the keywords.
 
 GPT-2's layers are Transformers' own `Conv1D`, which evenstep knows; its embeddings and norms stay plain.
 
@@ -53,7 +53,7 @@ def main(**options: Any) -> float:
             model,
             arguments(folder, **options),
             train_dataset=Counting(),
-            optimizer_cls_and_kwargs=(evenstep.EvenStep, given),
+            optimizer_cls_and_kwargs=(evenstep.UnitStep, given),
         )
         trainer.train()
     model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = {
-    "EvenStep": "`EvenStep`",
+    "UnitStep": "`UnitStep`",
     "Whitened(SGD)": "`Whitened` SGD",
     "Whitened(AdamW)": "`Whitened` AdamW",
     "Whitened(Muon)": "`Whitened` Muon",

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: parts of it left out, and the device's own kernels, EvenStep beside SGD.
+"""Where the time of a step goes: parts of it left out, and the device's own kernels, UnitStep beside SGD.
 
     python scripts/split_step.py --model gpt2-small --compiled --autocast --out FILE.jsonl
 

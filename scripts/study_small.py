@@ -96,7 +96,7 @@ def run(name: str, cls: type, lr: float, arrays: Arrays, out: Path, *, bias: boo
 
 
 def biasless(arrays: Arrays, out: Path) -> None:
-    grids = [(evenstep.EvenStep, (0.03, 0.06, 0.12)), (evenstep.WhitenedSGD, (0.8, 3.2))]
+    grids = [(evenstep.UnitStep, (0.03, 0.06, 0.12)), (evenstep.WhitenedSGD, (0.8, 3.2))]
     for form, frame in (("implied b", CENTRED), ("uncentred", uncentred)):
         with mock.patch.object(update, "moving_frame", frame):
             for cls, rates in grids:
@@ -118,7 +118,7 @@ def dense(data: Arrays, depth: int) -> nn.Sequential:
 
 
 RULES = {
-    "EvenStep": (evenstep.EvenStep, (0.05,)),
+    "UnitStep": (evenstep.UnitStep, (0.05,)),
     "WhitenedSGD": (evenstep.WhitenedSGD, (0.3,)),
     "Whitened(AdamW)": (partial(evenstep.Whitened, base=torch.optim.AdamW), (1e-3,)),
     "Adam": (lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr), (3e-4, 1e-3, 3e-3)),

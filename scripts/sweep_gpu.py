@@ -69,7 +69,7 @@ EXPERIMENTS = {
         *grid("adam", [3e-4, 6e-4, 1.2e-3], **HE),
         *grid("whitening", [0.2, 0.4, 0.8, 1.6, 3.2], **HE),
     ],
-    # which settings of EvenStep, Whitened(AdamW) and Whitened(Muon) serve the deep net best
+    # which settings of UnitStep, Whitened(AdamW) and Whitened(Muon) serve the deep net best
     "variants": [
         t
         for options in [{"fresh_max": 1.0}, {"decay": 0.99}, {"damping": 0.3}, {"decay": 0.99, "damping": 0.3},
@@ -86,7 +86,7 @@ EXPERIMENTS = {
         *grid("whitened-muon", [0.005, 0.01], **HE, options={"damping": 100.0}),
         *grid("muon", [0.007, 0.014], **HE),
     ],
-    # is one default stepsize of EvenStep near the best everywhere? linear decay, as users train
+    # is one default stepsize of UnitStep near the best everywhere? linear decay, as users train
     "defaults": [
         *grid("evenstep", NEAR, epochs=10, decay_lr=True, options=SLOW),
         *grid("evenstep", NEAR, **TEXT, options=SLOW),
@@ -101,7 +101,7 @@ EXPERIMENTS = {
         *grid("whitened-adam", [1.2e-3], **HE, options={**SLOW, "trust": None, "fresh_max": 1.0}),
         *grid("whitened-adam-beta", [0.006, 0.012], **HE, options=SLOW),
     ],
-    # three seeds at the stepsizes that served best, and EvenStep over three decades
+    # three seeds at the stepsizes that served best, and UnitStep over three decades
     "final": [
         *grid("evenstep", decades(2e-3, 2, 10), **HE),
         *grid("evenstep", [0.05, 0.07], **HE),
@@ -130,9 +130,9 @@ EXPERIMENTS = {
         *grid("whitened-adam", [0.0059, 0.007, 0.0083], **HE, options={"betas": (0.8, 0.99), "fan_in_power": 0.25}),
         *grid("whitened-adam", [0.007, 0.0083, 0.01], **HE, options={"betas": (0.7, 0.99), "fan_in_power": 0.25}),
     ],
-    # does EvenStep diverge anywhere over three decades?
+    # does UnitStep diverge anywhere over three decades?
     "decades": grid("evenstep", [0.002, 0.0063, 0.02, 0.2, 0.63, 2.0], **HE),
-    # is EvenStep's default stepsize near the best on the CNN and on text? linear decay, as users train
+    # is UnitStep's default stepsize near the best on the CNN and on text? linear decay, as users train
     "default-lr": [
         *grid("evenstep", [*NEAR, 0.14, 0.2], **TEXT),
         *grid("evenstep", NEAR, epochs=10, decay_lr=True),

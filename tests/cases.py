@@ -57,8 +57,8 @@ OPTIMIZERS = {
     "canonical-paper": OptimizerCase(
         evenstep.CanonicalSGD, {"lr": 0.01, "damping": 0.0, "fresh_max": None, "trust": None}
     ),
-    "evenstep": OptimizerCase(evenstep.EvenStep, {"lr": 0.02}),
-    "evenstep-decayed": OptimizerCase(evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
+    "evenstep": OptimizerCase(evenstep.UnitStep, {"lr": 0.02}),
+    "evenstep-decayed": OptimizerCase(evenstep.UnitStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
     "whitened-sgd": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
     ),

@@ -52,9 +52,9 @@ def pytest_collection_modifyitems(items):
 
 
 def optimizer_of(params):
-    """The column of a test, from what it is parametrized by: a case, a row, a class; EvenStep if by none of them."""
+    """The column of a test, from what it is parametrized by: a case, a row, a class; UnitStep if by none of them."""
     row, case = params.get("row"), params.get("case")
-    cls = params.get("cls") or getattr(row, "optim_cls", None) or getattr(case, "cls", evenstep.EvenStep)
+    cls = params.get("cls") or getattr(row, "optim_cls", None) or getattr(case, "cls", evenstep.UnitStep)
     base = case.keywords.get("base") if case is not None else None
     name = next(c.__name__ for c in cls.__mro__ if c.__module__.startswith("evenstep."))
     rule = base.__name__ if base is not None else cls.__name__.partition("WhitenedBy")[2]

@@ -155,9 +155,9 @@ def rows() -> list[OptimizerInfo]:
             errors("CanonicalSGD", momentum="Invalid momentum value: -0.5", decay="decay must be in"),
         ),
         info(
-            evenstep.EvenStep,
+            evenstep.UnitStep,
             inputs(momentum={"momentum": 0.0}, eps={"eps": 1e-3}, plain_lr={"plain_lr": 1e-2}, **moments),
-            errors("EvenStep", momentum="Invalid momentum value: -0.5", eps="Invalid epsilon value: -0.5"),
+            errors("UnitStep", momentum="Invalid momentum value: -0.5", eps="Invalid epsilon value: -0.5"),
         ),
         info(
             FanInSGD,

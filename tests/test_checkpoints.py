@@ -92,7 +92,7 @@ def test_a_newer_format_is_refused():
     _, optimizer = trained(OPTIMIZERS["evenstep"])
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict._evenstep["format"] = checkpoints.FORMAT + 1
-    assert_refused(optimizer, state_dict, r"EvenStep: this state_dict does not fit, and nothing was loaded: its format")
+    assert_refused(optimizer, state_dict, r"UnitStep: this state_dict does not fit, and nothing was loaded: its format")
 
 
 # the seal
@@ -151,7 +151,7 @@ def test_a_changed_option_is_told_of_and_loads():
     _, optimizer = trained(OPTIMIZERS["evenstep"])
     state_dict = loaded(saved(optimizer.state_dict()))
     state_dict["param_groups"][0]["lr"] = 0.5
-    with pytest.warns(UserWarning, match="EvenStep: lr of group 0 changed since this state_dict was saved"):
+    with pytest.warns(UserWarning, match="UnitStep: lr of group 0 changed since this state_dict was saved"):
         optimizer.load_state_dict(state_dict)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -209,7 +209,7 @@ def test_every_flipped_bit_of_a_tensor_is_found():
 def foreign(optimizer):
     """State dicts that are not this optimizer's, and what is said of them."""
     wide = nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 2))
-    other = evenstep.EvenStep(wide)
+    other = evenstep.UnitStep(wide)
     maker.train(wide, other, torch.randn(1, 5, 2, 3))
     small = maker.network()
     adam = torch.optim.Adam(small.parameters())
@@ -232,8 +232,8 @@ def foreign(optimizer):
         (other.state_dict(), r"'0\.weight' has momentum_buffer of shape \[4, 2, 2\]; .*\[3, 2, 2\].* is wanted"),
         (adam.state_dict(), "'0.weight' has exp_avg, which is no state of this optimizer"),
         (sgd.state_dict(), "'0.weight' lacks mass, mx, step, vx"),
-        (whitened.state_dict(), "it was saved by WhitenedSGD, not by EvenStep"),
-        (evenstep.EvenStep(nn.Linear(2, 2)).state_dict(), "match the size of optimizer's group: group 0 has 2, here 6"),
+        (whitened.state_dict(), "it was saved by WhitenedSGD, not by UnitStep"),
+        (evenstep.UnitStep(nn.Linear(2, 2)).state_dict(), "match the size of optimizer's group: group 0 has 2, here 6"),
         (
             changed(lambda s: s["param_groups"].append({"params": []})),
             "number of parameter groups: 2, here 1",
@@ -268,7 +268,7 @@ def test_a_long_list_is_cut_short():
 def test_state_loaded_before_the_model_is_known_serves_after_attach():
     model, optimizer = trained(OPTIMIZERS["evenstep"])
     other = copy.deepcopy(model)
-    twin = evenstep.EvenStep(other.parameters(), lr=0.02)
+    twin = evenstep.UnitStep(other.parameters(), lr=0.02)
     twin.load_state_dict(optimizer.state_dict())
     twin.attach(other)
     batches = torch.randn(2, 5, 2, 3)

@@ -22,7 +22,7 @@ def test_the_page_is_made_from_the_records():
 
 
 def test_a_record_that_is_missing_is_named(tmp_path):
-    rows = [{"feature": "DDP", "optimizer": "EvenStep", "passed": 2, "failed": 0, "skipped": 0, "reasons": []}]
+    rows = [{"feature": "DDP", "optimizer": "UnitStep", "passed": 2, "failed": 0, "skipped": 0, "reasons": []}]
     (tmp_path / "core.json").write_text(json.dumps({"torch": "2.9", "device": "CPU", "rows": rows}), encoding="utf-8")
     page = compatibility.page(compatibility.read(tmp_path))
     assert "| DDP | 2 |" in page

@@ -219,7 +219,7 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
 
     torch._dynamo.reset()
     model = convnet()
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     compiled = torch.compile(model, fullgraph=True, backend=lambda *given: compile_fx(*given, inner_compile=inner))
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what was compiled in another run shows nothing
         compiled(torch.randn(6, 2, 5, 5)).sum().backward()
@@ -278,8 +278,8 @@ def with_any_batch_size(model):
 def test_every_way_to_compile_is_watched(how):
     eager = Chain(Chain(nn.Linear(6, 8), nn.ReLU()), Chain(nn.Linear(8, 6), nn.ReLU()), nn.Linear(6, 3))
     model = copy.deepcopy(eager)
-    train(evenstep.EvenStep(eager), eager, eager, (6,))
-    graphs_of(evenstep.EvenStep(model), model, (6,), how(model))
+    train(evenstep.UnitStep(eager), eager, eager, (6,))
+    graphs_of(evenstep.UnitStep(model), model, (6,), how(model))
     assert_same(eager, model)
 
 
@@ -335,7 +335,7 @@ def test_models_of_one_class_with_and_without_hooks_take_turns(blind):
     x, plain, ours = torch.randn(5, 6), mlp(), mlp()
     compiled = [torch.compile(model, backend="eager") for model in (plain, ours)]
     compiled[0](x)
-    optimizer = evenstep.EvenStep(ours)
+    optimizer = evenstep.UnitStep(ours)
     for _ in range(3):
         for call in compiled:
             call(x).sum().backward()
@@ -434,7 +434,7 @@ def test_inductor_steps_to_the_same_weights(case):
 def test_a_compiled_step_warns_of_layers_without_statistics():
     torch._dynamo.reset()
     model = mlp()
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     optimizer.detach()
     model(torch.randn(5, 6)).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
@@ -445,7 +445,7 @@ def test_a_compiled_step_warns_of_layers_without_statistics():
 def test_eager_and_compiled_steps_may_take_turns():
     eager, mixed = mlp(), mlp()
     mixed.load_state_dict(eager.state_dict())
-    one, two = evenstep.EvenStep(eager), evenstep.EvenStep(mixed)
+    one, two = evenstep.UnitStep(eager), evenstep.UnitStep(mixed)
     torch._dynamo.reset()
     compiled = torch.compile(two.step, backend="eager")
     for k in range(4):
@@ -490,7 +490,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     compiled = torch.compile(model, backend=noting, dynamic=dynamic)
-    optimizers = evenstep.EvenStep(eager, rows=20), evenstep.EvenStep(model, rows=20)
+    optimizers = evenstep.UnitStep(eager, rows=20), evenstep.UnitStep(model, rows=20)
     mixed = by == "kernel, autocast"
     for size in (6, 6, 9, 5, 12):
         x = torch.randn(size, 3, 8, 8)

@@ -325,7 +325,7 @@ def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(6, 8), nn.MultiheadAttention(8, 2), nn.Linear(8, 3))
     model.forward = lambda x: model[2](model[1](*[model[0](x)] * 3)[0])
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     forward = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
 
     def applied():
@@ -383,7 +383,7 @@ def test_state_follows_a_parameter_that_a_model_is_attached_to_later(case):
 
 def test_squares_are_made_anew_for_other_units_alone():
     model = upsampler()
-    optimizer = evenstep.EvenStep(model.parameters())
+    optimizer = evenstep.UnitStep(model.parameters())
     with pytest.warns(UserWarning, match="no model is attached"):
         train(model, optimizer, [batch()])
     squares = [optimizer.state[model[k].weight]["square"].clone() for k in (0, 2)]
@@ -405,7 +405,7 @@ def test_squares_are_made_anew_for_other_units_alone():
 
 def test_refresh_keeps_the_models_order():
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     model[0].bias = nn.Parameter(torch.zeros(4))
     model[2].bias = None
     optimizer.refresh()
@@ -417,7 +417,7 @@ def test_refresh_keeps_the_models_order():
 def test_refresh_drops_only_what_was_the_models():
     """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
     model = nn.Sequential(nn.Linear(3, 4))
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     model.append(nn.Linear(4, 2))
     own = nn.Parameter(torch.zeros(2))
     optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
@@ -456,7 +456,7 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
 )
 def test_a_copy_knows_that_it_was_built_from_a_module(copied):
     model = nn.Sequential(nn.Linear(3, 4))
-    other, twin = copied((model, evenstep.EvenStep(model)))
+    other, twin = copied((model, evenstep.UnitStep(model)))
     twin.attach(other)
     other.append(nn.Linear(4, 2))
     twin.refresh()
@@ -487,7 +487,7 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
 
 def test_a_second_model_says_what_becomes_of_the_first():
     first, second = nn.Linear(3, 4), nn.Linear(4, 2)
-    optimizer = evenstep.EvenStep([*first.parameters(), *second.parameters()], model=first)
+    optimizer = evenstep.UnitStep([*first.parameters(), *second.parameters()], model=first)
     with pytest.warns(UserWarning, match=r"parameters of the Linear attached before.*one module that holds both"):
         optimizer.attach(second)
     optimizer.attach(nn.Sequential(first, second))
@@ -687,7 +687,7 @@ def test_an_input_that_never_varies_gives_a_finite_step(case, damping):
 def test_bad_hyperparameters_are_named(case, keywords, message):
     model = network()
     [key] = keywords
-    public = key in case.build(model).defaults and not (key == "block" and case.cls is evenstep.EvenStep)
+    public = key in case.build(model).defaults and not (key == "block" and case.cls is evenstep.UnitStep)
     if not public:
         pytest.skip(f"{case.cls.__name__} has no {key}")
     with pytest.raises(ValueError, match=message.format(name=case.cls.__name__)):

@@ -240,17 +240,17 @@ def other_groups():
     for group in (mine, False):
         torch.manual_seed(0)
         model = Net().double()
-        optimizer = evenstep.EvenStep(model, process_group=group)
+        optimizer = evenstep.UnitStep(model, process_group=group)
         steps(model, optimizer, [(x + ranks.rank(), y)])
         results.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*results)
     assert not torch.equal(*ranks.gathered(results[0]))
-    optimizer = evenstep.EvenStep(nn.Linear(2 + ranks.rank(), 2))
+    optimizer = evenstep.UnitStep(nn.Linear(2 + ranks.rank(), 2))
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(2, 2 + ranks.rank())
     with pytest.raises(RuntimeError, match="train different layers"):
         optimizer.step()
     whole = dist.new_group([0, 1])
-    optimizer = evenstep.EvenStep(Net(), process_group=whole)
+    optimizer = evenstep.UnitStep(Net(), process_group=whole)
     assert copy.deepcopy(optimizer).process_group == whole.group_name
     return True
 
@@ -294,7 +294,7 @@ def moments_far_from_zero():
 
 def tensor_parallel():
     """Split along its units a layer is whitened as ever; split along its inputs it is plain, and listed."""
-    for cls in (evenstep.EvenStep, evenstep.WhitenedSGD, evenstep.BlockNaturalSGD):
+    for cls in (evenstep.UnitStep, evenstep.WhitenedSGD, evenstep.BlockNaturalSGD):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
         twin = copy.deepcopy(model)
         mesh = init_device_mesh("cpu", (2,))
@@ -319,10 +319,10 @@ def hybrid_sharding():
     data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
     model = Net().double()
     twins = [copy.deepcopy(model) for _ in range(2)]
-    steps(DistributedDataParallel(model), evenstep.EvenStep(model, exclude=["up.*"]), data)
+    steps(DistributedDataParallel(model), evenstep.UnitStep(model, exclude=["up.*"]), data)
     for twin, shape in zip(twins, ((1, 2), (2, 1)), strict=True):
         fully_sharded(twin, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
-        steps(twin, evenstep.EvenStep(twin), data)
+        steps(twin, evenstep.UnitStep(twin), data)
         torch.testing.assert_close(whole_weights(twin), list(model.parameters()), rtol=1e-6, atol=1e-8)
     return True
 
@@ -336,12 +336,12 @@ def sharded_after_the_optimizer_was_built():
         model = Net().double()
         names = [name for name, _ in model.named_parameters()]
         if late:
-            optimizer = evenstep.EvenStep(model)
+            optimizer = evenstep.UnitStep(model)
         fully_sharded(model)
         if late:
             optimizer.param_groups[0]["params"] = [model.get_parameter(name) for name in names]
         else:
-            optimizer = evenstep.EvenStep(model)
+            optimizer = evenstep.UnitStep(model)
         steps(model, optimizer, data)
         weights.append(whole_weights(model))
     torch.testing.assert_close(*weights)
@@ -439,4 +439,4 @@ def test_a_checkpoint_goes_on_with_any_number_of_processes(case, world, reshaped
 @pytest.mark.parametrize("group", [True, 3, "world"])
 def test_what_is_no_group_is_refused(group):
     with pytest.raises(ValueError, match=r"process_group must be None \(the world group\), False .*; got"):
-        evenstep.EvenStep(nn.Linear(2, 2), process_group=group)
+        evenstep.UnitStep(nn.Linear(2, 2), process_group=group)

@@ -178,7 +178,7 @@ def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, l
 
     torch._dynamo.reset()
     compiled = torch.compile(watched, backend=noting, fullgraph=True)
-    optimizers = evenstep.EvenStep(eager, rows=40), evenstep.EvenStep(watched, rows=40)
+    optimizers = evenstep.UnitStep(eager, rows=40), evenstep.UnitStep(watched, rows=40)
     for size in (32, 32, 24, 9, 33):
         x = torch.randn(size, 2, 5, 5, device="cuda").to(memory_format=layout) + 0.5
         for call, optimizer in zip((eager, compiled), optimizers, strict=True):
@@ -218,7 +218,7 @@ def test_a_compiled_step_on_the_device_is_an_eager_one(case):
 
 def test_a_model_compiled_before_its_optimizer_is_built_is_warned_of():
     model = network()
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     optimizer.detach()
     model(batches(1)[0]).square().mean().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):

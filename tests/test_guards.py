@@ -22,7 +22,7 @@ from evenstep.math import guards
 OFF = {"fresh_max": None, "trust": None}
 OPTIMIZERS = {
     "WhitenedSGD": lambda model, **k: evenstep.WhitenedSGD(model, **{"lr": 0.05, "momentum": 0.5, **k}),
-    "EvenStep": lambda model, **k: evenstep.EvenStep(model, **{"lr": 0.01, **k}),
+    "UnitStep": lambda model, **k: evenstep.UnitStep(model, **{"lr": 0.01, **k}),
     "Whitened(AdamW)": lambda model, **k: evenstep.Whitened(model, torch.optim.AdamW, **{"lr": 1e-3, **k}),
     "CanonicalSGD": lambda model, **k: evenstep.CanonicalSGD(model, **{"lr": 1e-4, **k}),
 }
@@ -189,7 +189,7 @@ def test_guards_too_wide_to_fire_change_nothing_in_a_whole_run(build):
 
 
 @pytest.mark.parametrize(
-    ("name", "lr"), [("WhitenedSGD", 0.05), ("EvenStep", 1e-3), ("Whitened(AdamW)", 1e-4), ("CanonicalSGD", 1e-4)]
+    ("name", "lr"), [("WhitenedSGD", 0.05), ("UnitStep", 1e-3), ("Whitened(AdamW)", 1e-4), ("CanonicalSGD", 1e-4)]
 )
 def test_on_quiet_data_each_guard_fires_on_less_than_one_percent(name, lr):
     """Independent inputs, small stepsizes; of all inputs, and of all units, over all layers and steps."""
@@ -291,7 +291,7 @@ def test_trust_radius_bounds_every_units_step(build, kappa, tau):
     assert largest > 0.05 * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", ["WhitenedSGD", "EvenStep", "CanonicalSGD"])
+@pytest.mark.parametrize("name", ["WhitenedSGD", "UnitStep", "CanonicalSGD"])
 @pytest.mark.parametrize("kappa", [0.01, 100.0])
 def test_held_steps_commute_with_the_rescaling_of_units(name, kappa):
     """Where every unit is held, the relative change, and so the function after the step, does not see κ.
@@ -392,7 +392,7 @@ def test_what_many_batches_have_shown_has_its_way():
 
 
 @pytest.mark.parametrize(
-    ("name", "lr"), [("WhitenedSGD", 0.05), ("EvenStep", 0.05), ("Whitened(AdamW)", 1e-3), ("CanonicalSGD", 1e-5)]
+    ("name", "lr"), [("WhitenedSGD", 0.05), ("UnitStep", 0.05), ("Whitened(AdamW)", 1e-3), ("CanonicalSGD", 1e-5)]
 )
 def test_a_deep_network_whose_signals_vanish_trains(by, name, lr):
     """PyTorch's initialization, 20 layers: without foresight its first step makes losses of 10¹⁸ and more."""

@@ -54,10 +54,10 @@ OPTIMIZERS = {
     "momentum": lambda m, **k: evenstep.WhitenedSGD(m, lr=0.001, momentum=0.9, weight_decay=0.1, **k),
     "unguarded": lambda m, **k: evenstep.WhitenedSGD(m, lr=1e-4, momentum=0.9, trust=None, fresh_max=None, **k),
     "fan-in": lambda m, **k: evenstep.FanInSGD(m, lr=0.5, momentum=0.9, trust=0.1, **k),
-    "even": lambda m, **k: evenstep.EvenStep(m, lr=0.03, weight_decay=0.1, **k),
-    "even-plain": lambda m, **k: evenstep.EvenStep(m, lr=0.03, momentum=0.0, maximize=True, **k),
-    "even-tight": lambda m, **k: evenstep.EvenStep(m, lr=0.3, trust=0.02, fresh_max=0.8, **k),
-    "even-tensor-lr": lambda m, **k: evenstep.EvenStep(m, lr=torch.tensor(0.03), **k),
+    "even": lambda m, **k: evenstep.UnitStep(m, lr=0.03, weight_decay=0.1, **k),
+    "even-plain": lambda m, **k: evenstep.UnitStep(m, lr=0.03, momentum=0.0, maximize=True, **k),
+    "even-tight": lambda m, **k: evenstep.UnitStep(m, lr=0.3, trust=0.02, fresh_max=0.8, **k),
+    "even-tensor-lr": lambda m, **k: evenstep.UnitStep(m, lr=torch.tensor(0.03), **k),
 }
 # rules of torch's, which kernels alone show many blocks at once; eps: they would blow rounding up to whole steps
 RULES = {
@@ -204,7 +204,7 @@ def test_rows_outside_layers_step_by_their_own_length():
         model.weight[1:].mul_(torch.tensor([[0.01], [3.0], [10.0]]))
     for foreach in (None, False):
         net = copy.deepcopy(model)
-        optimizer = evenstep.EvenStep(net, lr=0.05, momentum=0.0, foreach=foreach)
+        optimizer = evenstep.UnitStep(net, lr=0.05, momentum=0.0, foreach=foreach)
         (net.weight * torch.randn(4, 64).double()).sum().backward()
         optimizer.step()
         moved = (net.weight - model.weight).norm(dim=1)
@@ -293,7 +293,7 @@ def test_moments_kernel_counts_examples_once_per_announced_forward_and_in_every_
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep])
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.UnitStep])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_network_on_two_devices_steps_with_both_parts_or_none(where, cls):
     """A gradient that is not finite on one device is no reason to move on the other."""

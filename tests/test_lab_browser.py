@@ -93,7 +93,7 @@ def test_curves_and_stepsizes_are_drawn(page):
 def test_pointing_at_a_curve_shows_its_value(page):
     page.point_at(*centre(page, f"{CURVES} [data-series='0'] .mark", 2))
     shown = page.run(f"document.querySelector('{TIP}').textContent")
-    assert shown.startswith("Epoch 3") and "EvenStep, 0.10.210" in shown  # the mean of 0.20, 0.21 and 0.22
+    assert shown.startswith("Epoch 3") and "UnitStep, 0.10.210" in shown  # the mean of 0.20, 0.21 and 0.22
     page.point_at(2, 2)
     assert page.run(f"document.querySelector('{TIP}')") is None
 
@@ -101,7 +101,7 @@ def test_pointing_at_a_curve_shows_its_value(page):
 def test_pointing_at_a_stepsize_shows_its_seeds(page):
     page.point_at(*centre(page, f"{STEPSIZES} [data-series='0'] .mark", 1))
     shown = page.run(f"document.querySelector('{STEPSIZES} .tip').textContent")
-    for text in ("EvenStep, stepsize 0.1", "training loss, mean0.210", "seed 20.220", "test accuracy51.0%"):
+    for text in ("UnitStep, stepsize 0.1", "training loss, mean0.210", "seed 20.220", "test accuracy51.0%"):
         assert text in shown
     page.point_at(*centre(page, f"{STEPSIZES} .cross"))
     assert "seed 1diverged" in page.run(f"document.querySelector('{STEPSIZES} .tip').textContent")

@@ -762,7 +762,7 @@ def test_doctor_shows_coverage_memory_and_time(model_file, capsys):
     for text in ("0.weight   Conv2d       whitened", "no whitened form for BatchNorm2d", "3,130 parameters train"):
         assert text in shown
     floats = {m[0].strip(): float(m[1]) for m in re.findall(r"│ ([A-Za-z ]+?) +│ +([\d.]+) │", shown)}
-    assert floats["SGD with momentum"] == 1.0 and floats["AdamW"] == 2.0 and 1.0 < floats["EvenStep"] < 2.0
+    assert floats["SGD with momentum"] == 1.0 and floats["AdamW"] == 2.0 and 1.0 < floats["UnitStep"] < 2.0
     assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
 
 
@@ -840,7 +840,7 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys
 
 def test_doctor_counts_what_a_step_does():
     model = paper_cnn(channels=1)
-    coverage = __import__("evenstep").EvenStep(model).coverage()
+    coverage = __import__("evenstep").UnitStep(model).coverage()
     x = torch.randn(4, 1, 32, 32)
     found = diagnosis.cost(model, coverage, lambda it: user_code.scalar(it(x)))
     inputs = 4 * (32 * 32 + 6 * 14 * 14 + 400 + 120 + 84)

@@ -53,8 +53,8 @@ BUILDERS = {
     "WhitenedSGD, sharing, excluded": whitened(evenstep.WhitenedSGD, sharing=2.0, exclude=["7.*"], plain_lr=0.01),
     "own batch": whitened(OwnBatchSGD, trust=None),
     "CanonicalSGD": whitened(evenstep.CanonicalSGD),
-    "EvenStep": whitened(evenstep.EvenStep),
-    "EvenStep, decay": whitened(evenstep.EvenStep, weight_decay=0.1, momentum=0.0),
+    "UnitStep": whitened(evenstep.UnitStep),
+    "UnitStep, decay": whitened(evenstep.UnitStep, weight_decay=0.1, momentum=0.0),
     "Whitened(AdamW)": whitened(evenstep.Whitened, torch.optim.AdamW, betas=(0.8, 0.9), weight_decay=0.1),
     "Whitened(SGD), joint": whitened(evenstep.Whitened, torch.optim.SGD, momentum=0.9, joint=True),
     "Whitened(Muon)": whitened(evenstep.Whitened, torch.optim.Muon),
@@ -94,12 +94,12 @@ def assert_equals_separate_runs(build, forward, *, batch_norm=False, tolerance=1
 @pytest.mark.parametrize("name", BUILDERS)
 def test_members_equal_separate_runs(name):
     optimizers = assert_equals_separate_runs(BUILDERS[name], "each")
-    if name in ("WhitenedSGD", "EvenStep", "Whitened(AdamW)"):
+    if name in ("WhitenedSGD", "UnitStep", "Whitened(AdamW)"):
         raised, held = zip(*(share for o in optimizers for share in o.fired().values()), strict=True)
         assert max(raised) > 0 and max(held) > 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "WhitenedSGD", "CanonicalSGD", "EvenStep", "Whitened(AdamW)", "own batch"])
+@pytest.mark.parametrize("name", ["SGD", "WhitenedSGD", "CanonicalSGD", "UnitStep", "Whitened(AdamW)", "own batch"])
 def test_all_at_once_equals_one_after_the_other(name):
     assert_equals_separate_runs(BUILDERS[name], "vmap")
 
@@ -112,7 +112,7 @@ def test_batch_norm_keeps_running_statistics_per_member(forward):
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_members_may_share_one_batch(forward):
     models, (x, y) = [network() for _ in RATES], next(shocking_batches())
-    build = BUILDERS["EvenStep"]
+    build = BUILDERS["UnitStep"]
     ensemble = Ensemble(copy.deepcopy(models), build, RATES, forward=forward)
     ensemble.step(x[:1], y[:1])
     for e, model in enumerate(models):
@@ -228,7 +228,7 @@ def test_reasons_to_run_alone(monkeypatch):
     assert "Rprop is not elementwise" in reason(lambda model, **o: torch.optim.Rprop(model.parameters(), **o))
     assert "whole network" in reason(evenstep.BlockNaturalSGD)
     assert "not linear in lr" in reason(lambda model, **o: evenstep.Whitened(model, torch.optim.Rprop, **o))
-    assert "to be made small" in reason(evenstep.EvenStep, maximize=True)
+    assert "to be made small" in reason(evenstep.UnitStep, maximize=True)
 
     def sharing_a_bias(channels, batch_norm):
         model = nn.Sequential(nn.Flatten(), nn.Linear(1024 * channels, 10), nn.ReLU(), nn.Linear(10, 10))
@@ -236,7 +236,7 @@ def test_reasons_to_run_alone(monkeypatch):
         return model
 
     monkeypatch.setitem(MODELS, "paper_cnn", sharing_a_bias)
-    assert "does not move with its layer" in reason(evenstep.EvenStep)
+    assert "does not move with its layer" in reason(evenstep.UnitStep)
 
 
 MIXED = [

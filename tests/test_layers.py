@@ -116,8 +116,8 @@ def test_called_by_keyword():
 def test_keywords_come_in_any_order():
     model = nn.ConvTranspose2d(2, 3, 2, stride=2)
     twin, x = copy.deepcopy(model), torch.randn(2, 2, 4, 4)
-    step(evenstep.EvenStep(model), model(output_size=[9, 9], input=x).square().mean())
-    step(evenstep.EvenStep(twin), twin(x, output_size=[9, 9]).square().mean())
+    step(evenstep.UnitStep(model), model(output_size=[9, 9], input=x).square().mean())
+    step(evenstep.UnitStep(twin), twin(x, output_size=[9, 9]).square().mean())
     assert torch.equal(model.weight, twin.weight)
 
 
@@ -852,7 +852,7 @@ def test_a_forward_that_fails_is_over():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
+@pytest.mark.parametrize("cls", [evenstep.UnitStep, evenstep.CanonicalSGD])
 def test_a_model_in_training_can_be_traced(cls):
     """The trace has the layers' operations alone, and is not counted."""
     model, x = network().float(), torch.randn(5, *some_batches()[0][0].shape[1:])
@@ -866,7 +866,7 @@ def test_a_model_in_training_can_be_traced(cls):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.parametrize("cls", [evenstep.EvenStep, evenstep.CanonicalSGD])
+@pytest.mark.parametrize("cls", [evenstep.UnitStep, evenstep.CanonicalSGD])
 def test_a_model_in_training_can_be_exported(cls):
     """The program has the layers' operations alone, and is not counted."""
     model, x = network().float(), torch.randn(5, *some_batches()[0][0].shape[1:])

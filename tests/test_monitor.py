@@ -36,7 +36,7 @@ def test_scalars_are_distances_between_batch_and_running_moments():
 
 def test_every_layer_and_the_whole_network_have_every_column():
     model = network()
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     monitor = evenstep.CurvatureMonitor(optimizer)
     assert monitor.scalars() == {}
     step(model, optimizer, torch.randn(20, 6))
@@ -83,7 +83,7 @@ def test_a_shock_is_an_event_with_its_step_layer_and_size(guarded):
 def test_watching_changes_no_weight():
     twins = network(), network()
     twins[1].load_state_dict(twins[0].state_dict())
-    optimizers = [evenstep.EvenStep(m) for m in twins]
+    optimizers = [evenstep.UnitStep(m) for m in twins]
     evenstep.CurvatureMonitor(optimizers[1])
     for _ in range(5):
         x = torch.randn(30, 6)
@@ -106,7 +106,7 @@ def test_guards_counted_are_guards_that_fired():
 
 def test_weights_of_one_layer_are_told_apart():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     step(model, optimizer, torch.randn(4, 5, 8))
     expected = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1", "linear2"}
     assert set(optimizer.fired()) == expected

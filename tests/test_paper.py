@@ -717,8 +717,9 @@ def test_docs_name_functions_and_tests_that_exist():
     assert len(tests) > 20
     for file, name in tests:
         assert f"def {name}(" in (root / "tests" / file).read_text(), f"{file}::{name}"
-    modules = {p.stem for p in (root / "src" / "evenstep").glob("*.py")}
+    source = root / "src"
+    modules = {p.stem: ".".join(p.relative_to(source).with_suffix("").parts) for p in source.rglob("*.py")}
     named = [(m, n) for m, n in re.findall(r"`(\w+)\.(\w+)`", text) if m in modules]
     assert len(named) > 15
     for module, name in named:
-        assert hasattr(importlib.import_module(f"evenstep.{module}"), name), f"{module}.{name}"
+        assert hasattr(importlib.import_module(modules[module]), name), f"{module}.{name}"

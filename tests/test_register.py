@@ -104,7 +104,7 @@ def test_a_class_registered_like_a_linear_steps_like_one(case):
         assert_close(p, q)
 
 
-@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep, evenstep.FanInSGD])
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.FanInSGD])
 def test_a_kind_of_ones_own_steps_like_the_layers_it_stands_for(cls):
     model, batches = PerHead().double(), some_batches(6, 4, 3)
     twin = Apart(model)
@@ -133,14 +133,14 @@ def test_undamped_a_kind_of_ones_own_steps_exactly_like_its_parts():
 def test_a_class_may_be_named_before_it_is_there():
     evenstep.register_layer(f"{__name__}.Later", nn.Linear)
     later = type("Later", (nn.Linear,), {"forward": OwnForward.forward, "__module__": __name__})
-    assert set(table(evenstep.EvenStep(later(2, 2))).values()) == {("whitened", "")}
+    assert set(table(evenstep.UnitStep(later(2, 2))).values()) == {("whitened", "")}
 
 
 def test_a_subclass_of_a_registered_class_with_a_forward_of_its_own_is_plain():
     evenstep.register_layer(OwnForward, nn.Linear)
     tripled = type("Tripled", (OwnForward,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
     model = nn.Sequential(tripled(2, 2), OwnForward(2, 2))
-    assert [how for how, _ in table(evenstep.EvenStep(model)).values()] == ["plain", "plain", "whitened", "whitened"]
+    assert [how for how, _ in table(evenstep.UnitStep(model)).values()] == ["plain", "plain", "whitened", "whitened"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
     name = type(kind).__name__
     message = rf"layer '0' \(PerHead\): {name}\.matrix must give .*got {got} for a weight of shape \[4, 3, 2\]"
     with pytest.raises(ValueError, match=message):
-        evenstep.EvenStep(nn.Sequential(PerHead()))
+        evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
 # known by name, or made of known ones
@@ -213,7 +213,7 @@ def test_conv1d_steps_like_a_linear(case):
 
 def test_conv1d_called_by_keyword():
     model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     model(x=x).square().sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["mass"] > 0
@@ -265,7 +265,7 @@ def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_the_older_weight_norm_says_so_too():
-    rows = table(evenstep.EvenStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
+    rows = table(evenstep.UnitStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
     assert rows["0.weight_g"] == rows["0.weight_v"] == ("plain", "its layer's weight is computed from it")
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
 
@@ -296,7 +296,7 @@ def test_quantization_aware_layers_are_plain_until_registered(case):
 def test_functional_use_of_a_registered_layer_is_told_of():
     """A layer whose weight is used without calling it shows nothing: the last moments serve, with a warning."""
     layer = nn.Linear(3, 2)
-    optimizer = evenstep.EvenStep(layer)
+    optimizer = evenstep.UnitStep(layer)
     functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         optimizer.step()

@@ -142,7 +142,7 @@ def test_a_network_may_change_its_layout_in_memory(name, device):
 def test_a_pickled_optimizer_has_every_number_once():
     """State lies end to end; pickle would write all of it for every part."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)])
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     model(torch.randn(8, 32)).square().mean().backward()
     optimizer.step()
     numbers = sum(t.numel() for t in [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())])
@@ -203,7 +203,7 @@ def test_layers_with_settings_of_their_own():
         first = [*model.second.parameters(), *model.conv.parameters()]
         rest = [p for p in model.parameters() if not any(p is q for q in first)]
         groups = [{"params": first, "decay": 0.5, "lr": 0.1, "trust": 0.01}, {"params": rest, "weight_decay": 0.1}]
-        optimizer = evenstep.EvenStep(groups, lr=0.03, model=model, foreach=foreach)
+        optimizer = evenstep.UnitStep(groups, lr=0.03, model=model, foreach=foreach)
         train(optimizer, model, "cpu")
         both.append((model, optimizer))
     assert_same(*both)
@@ -297,7 +297,7 @@ def opcodes(run, package=f"{evenstep.__path__[0]}/"):
 def test_building_and_planning_grow_in_proportion_to_the_layers(foreach, bias):
     def work(layers):
         model, made = nn.Sequential(*[nn.Linear(2, 2, bias) for _ in range(layers)]), []
-        built = opcodes(lambda: made.append(evenstep.EvenStep(model, foreach=foreach)))
+        built = opcodes(lambda: made.append(evenstep.UnitStep(model, foreach=foreach)))
         model(torch.randn(4, 2)).sum().backward()
         return torch.tensor([built, opcodes(made[0].step)])
 
@@ -344,7 +344,7 @@ def test_steps_of_layers_without_a_radius_are_not_told_of(name, fresh_max, trust
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.EvenStep])
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.UnitStep])
 def test_a_layer_without_bias_whose_inputs_never_vary_trains(cls, foreach, device):
     """Its weights are what the means of its inputs are multiplied by; a variance of 0 would give them no coordinate."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`Whitened` and `EvenStep` against slow loops on explicit v, and what torch promises of the rules they run.
+"""`Whitened` and `UnitStep` against slow loops on explicit v, and what torch promises of the rules they run.
 
 With β = 1: gradient on v is α_i (G_ij − μ_i b_j) and b_j, and whatever a rule remembers stays on v, untransported.
 """
@@ -858,11 +858,11 @@ def test_sgd_is_shown_one_layer_at_a_time(monkeypatch, name, most):
     assert max(calls) == most and sum(calls) == 2 * 16
 
 
-# EvenStep
+# UnitStep
 
 
 class EvenOnV(RuleOnV):
-    """EvenStep as its documentation has it, unit by unit on explicit v."""
+    """UnitStep as its documentation has it, unit by unit on explicit v."""
 
     def __init__(self, model, *, lr, momentum, eps, decay, **keywords):
         super().__init__(model, None, decay=decay, **keywords)
@@ -892,7 +892,7 @@ def test_even_step_is_its_documentation(guards, momentum, eps):
     model, batches = network(), drifting(shock=1.0 if guards is OFF else 30.0)
     settings = {"lr": 0.1, "momentum": momentum, "eps": eps, "decay": 0.6, "damping": 0.1, **guards}
     reference = EvenOnV(model, **settings)
-    train(evenstep.EvenStep(model, **settings), model, batches)
+    train(evenstep.UnitStep(model, **settings), model, batches)
     smallest = follow(reference, batches)
     assert smallest == 1 if guards is OFF else smallest < 0.9
     oracle.assert_same_parameters(reference, model)
@@ -904,7 +904,7 @@ def test_every_unit_takes_a_step_of_at_most_lr_on_v():
     x, t = 1 + randn(8, 4), 100 * randn(8, 3)
     seen = [x, torch.tanh(model[0](x)).detach()]
     before = copy.deepcopy(model)
-    train(evenstep.EvenStep(model, lr=0.01, momentum=0.0, damping=0.0, **OFF), model, [(x, t)])
+    train(evenstep.UnitStep(model, lr=0.01, momentum=0.0, damping=0.0, **OFF), model, [(x, t)])
     for layer, old, met in zip((model[0], model[2]), (before[0], before[2]), seen, strict=True):
         mean, var = oracle.mean_var(met)
         dw, db = (layer.weight - old.weight).detach(), (layer.bias - old.bias).detach()
@@ -925,7 +925,7 @@ def test_even_step_on_weights_tied_under_two_biases():
             return self.one(x) + torch.tanh(self.two(x))
 
     model = Tied()
-    optimizer = evenstep.EvenStep(model, lr=0.01)
+    optimizer = evenstep.UnitStep(model, lr=0.01)
     losses = []
     x, t = 1 + torch.randn(16, 4), torch.randn(16, 3)
     for _ in range(30):
@@ -940,7 +940,7 @@ def test_even_step_on_weights_tied_under_two_biases():
 
 def test_even_step_keeps_one_momentum_one_float_per_unit_and_two_per_input():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     functional.cross_entropy(model(torch.randn(4, 3, 4, 4)), torch.randint(0, 5, (4,))).backward()
     optimizer.step()
     for layer, inputs, units in ((model[0], 3, 8), (model[3], 32, 5)):

@@ -8,7 +8,7 @@ from .batchnorm import fold_batchnorm, insert_batchnorm
 from .model.layers import LayerKind, register_layer
 from .model.survey import Coverage
 from .monitor import CurvatureMonitor
-from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, WhitenedSGD
+from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, UnitStep, WhitenedSGD
 from .weight_decay import decay_groups
 from .whitened import Whitened
 
@@ -21,6 +21,7 @@ __all__ = [
     "EvenStep",
     "FanInSGD",
     "LayerKind",
+    "UnitStep",
     "Whitened",
     "WhitenedSGD",
     "decay_groups",

@@ -158,7 +158,7 @@ class CanonicalSGD(_SG):
 
 
 @explained
-class EvenStep(_SG):
+class UnitStep(_SG):
     """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
 
     Each unit's gradient on v is divided by the root of its running mean square, damped by the layer's, so that every
@@ -280,3 +280,6 @@ class BlockNaturalSGD(_SG):
             states = [self.state[p] for p in block.parameters[: len(squares)]]
             squares = [rules.running_square(s, q, group, ok) for s, q in zip(states, squares, strict=True)]
         return super()._rule(block, *rules.divided(block, on_weight, on_bias, squares), ok)
+
+
+EvenStep = UnitStep  # until the orthogonalized rule takes this name

@@ -56,13 +56,13 @@ def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_given(ca
 def test_a_trainer_that_makes_its_own(example, tmp_path):
     class Own(transformers.Trainer):
         def create_optimizer(self, *args, **kwargs):
-            self.optimizer = evenstep.EvenStep(self.model, lr=0.05)
+            self.optimizer = evenstep.UnitStep(self.model, lr=0.05)
             return self.optimizer
 
     model = example.network()
     twin = copy.deepcopy(model)
     run(example, model, tmp_path, trainer=Own)
-    run(example, twin, tmp_path, optimizers=(evenstep.EvenStep(twin, lr=0.05), None))
+    run(example, twin, tmp_path, optimizers=(evenstep.UnitStep(twin, lr=0.05), None))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_where_the_whole_one_does(case, example, tmp_path):
 
 def test_accumulation_bf16_and_activation_checkpointing(example, tmp_path):
     model = example.network()
-    optimizer = evenstep.EvenStep(model, lr=0.05)
+    optimizer = evenstep.UnitStep(model, lr=0.05)
     options = {"gradient_accumulation_steps": 2, "bf16": True, "gradient_checkpointing": True}
     run(example, model, tmp_path, optimizers=(optimizer, None), options=options)
     assert all(p.isfinite().all() for p in model.parameters())

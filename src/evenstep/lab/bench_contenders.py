@@ -63,8 +63,8 @@ CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True),
     "muon": Muons,
     "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.EvenStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
+    "evenstep": lambda m: evenstep.UnitStep(m, lr=LR, momentum=MOMENTUM),
+    "evenstep-loop": lambda m: evenstep.UnitStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
     "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True),
     "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
     # rivals, where they are installed

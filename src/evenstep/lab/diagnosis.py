@@ -1,4 +1,4 @@
-"""What `EvenStep` costs on a model: memory of its state, arithmetic and memory traffic it adds, and time."""
+"""What `UnitStep` costs on a model: memory of its state, arithmetic and memory traffic it adds, and time."""
 
 import copy
 import statistics
@@ -43,11 +43,11 @@ class Times:
 def state_floats(model: nn.Module) -> dict[str, float]:
     """Numbers that optimizers keep for each parameter that trains."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    optimizer = evenstep.EvenStep(model)
+    optimizer = evenstep.UnitStep(model)
     optimizer.step()  # without gradients nothing moves, but all state is made
     kept = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     optimizer.detach()
-    return {"SGD": 0.0, "SGD with momentum": 1.0, "EvenStep": kept / trained, "AdamW": 2.0}
+    return {"SGD": 0.0, "SGD with momentum": 1.0, "UnitStep": kept / trained, "AdamW": 2.0}
 
 
 def largest_share(model: nn.Module, coverage: Coverage) -> float:
@@ -95,9 +95,9 @@ def cost(model: nn.Module, coverage: Coverage, call: Call) -> Cost:
 
 
 def measure(model: nn.Module, call: Call, device: torch.device, seconds: float = 3.0, most: int = 50) -> Times:
-    """Time steps of SGD with momentum and of EvenStep on two copies of the model, one after the other in turns."""
+    """Time steps of SGD with momentum and of UnitStep on two copies of the model, one after the other in turns."""
     copies = copy.deepcopy(model), copy.deepcopy(model)
-    optimizers = torch.optim.SGD(copies[0].parameters(), lr=1e-6, momentum=0.9), evenstep.EvenStep(copies[1], lr=1e-6)
+    optimizers = torch.optim.SGD(copies[0].parameters(), lr=1e-6, momentum=0.9), evenstep.UnitStep(copies[1], lr=1e-6)
     times: list[list[float]] = [[], []]
     started = time.perf_counter()
     while len(times[0]) < WARM_UP + 3 or (time.perf_counter() - started < seconds and len(times[0]) < most):

@@ -43,8 +43,8 @@ class PlainCoordinates(evenstep.Whitened):
     coordinates = "plain"
 
 
-class ScaledEvenStep(evenstep.EvenStep):
-    """EvenStep with the factor (n·S)^(−1/4) on each layer's step that a normalizing rule keeps of eq. 12's β."""
+class ScaledUnitStep(evenstep.UnitStep):
+    """UnitStep with the factor (n·S)^(−1/4) on each layer's step that a normalizing rule keeps of eq. 12's β."""
 
     linear = True
 
@@ -92,8 +92,8 @@ METHODS: dict[str, Method] = {
         Method("canonical", "canonical", evenstep.CanonicalSGD, (3e-4, 1e-3, 3e-3, 1e-2)),
         Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
         Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),
-        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2)),
-        Method("evenstep-beta", "EvenStep, β of eq. 12", ScaledEvenStep, (0.05, 0.1, 0.2, 0.4)),
+        Method("evenstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
+        Method("evenstep-beta", "UnitStep, β of eq. 12", ScaledUnitStep, (0.05, 0.1, 0.2, 0.4)),
         Method(
             "whitened-adam",
             "Adam, whitened",

@@ -24,6 +24,7 @@ MOMENTS = ("mx", "vx", "mass")
 POSITIVE = ("vx", "mass", "sharing", "mg2", "square", "square_mass")
 OURS = frozenset({*MOMENTS, *POSITIVE, "step", "momentum_buffer"})
 WHOLE = (MOMENTS, ("square", "square_mass"))  # come together or not at all
+RENAMED = {"EvenStep": "UnitStep"}  # classes that had another name in 0.1
 SHOWN = 8  # problems named in one error
 
 Shapes = set[tuple[int, ...]]
@@ -123,7 +124,7 @@ def altered(state_dict: Any, writer: str) -> tuple[list[str], list[str]]:
         return [], []
     if not isinstance(found.get("format"), int) or found["format"] > FORMAT:
         return [f"its format is {found.get('format')!r}, this version reads up to {FORMAT}: update evenstep"], []
-    if found.get("optimizer") != writer:
+    if RENAMED.get(str(found.get("optimizer")), found.get("optimizer")) != writer:
         return [f"it was saved by {found.get('optimizer')}, not by {writer}"], []
     if "check" in found and found["check"] != text_sum({k: v for k, v in found.items() if k != "check"}):
         return ["its seal is damaged"], []

@@ -1,4 +1,4 @@
-"""`evenstep doctor`: what EvenStep would do to a model of your own."""
+"""`evenstep doctor`: what UnitStep would do to a model of your own."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from .. import usage
 
 @dataclass(frozen=True)
 class Options:
-    """Say how EvenStep would treat each parameter of your model, and what it would cost in memory and time."""
+    """Say how UnitStep would treat each parameter of your model, and what it would cost in memory and time."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE.py:FUNCTION")]
     """The function in your file that builds the model."""
@@ -40,7 +40,7 @@ def main(options: Options) -> int:
     path = Path(options.model.rpartition(":")[0])
     arguments = user_code.inputs(options.input, module, path)
     user_code.guarded(path, lambda: model.to(device).train())
-    optimizer = user_code.guarded(path, lambda: evenstep.EvenStep(model))
+    optimizer = user_code.guarded(path, lambda: evenstep.UnitStep(model))
     coverage = optimizer.coverage()
     optimizer.detach()
     console = Console()

@@ -35,7 +35,7 @@ WHITENING = Contender("whitening (the paper's)", "whitening", doubled(0.025), UN
 CANONICAL = Contender("canonical (the paper's)", "canonical", doubled(1.25e-05), UNGUARDED)
 GUARDED = Contender("whitening, guarded", "whitening", doubled(0.2))
 GUARDED_CANONICAL = Contender("canonical, guarded", "canonical", doubled(0.000125))
-EVENSTEP = Contender("EvenStep", "evenstep", doubled(0.003125))
+EVENSTEP = Contender("UnitStep", "evenstep", doubled(0.003125))
 PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, EVENSTEP)
 CONTENDERS = (*PAPERS, *OURS)
 FULL: dict[str, Any] = {"epochs": 40, "batch_size": 64}
@@ -44,7 +44,7 @@ SETTING = (
     "C6(5x5)-P-C16(5x5)-P-F120-F84-F10, PyTorch's first weights, batch 64, 40 epochs, constant stepsize: the lowest "
     "training loss of the last epoch on one seed, from seven stepsizes of factor 2, and an eighth beyond an end if the "
     "best lies there; then two further seeds. The paper's own methods run without guards (damping 0.1 is our reading "
-    'of its "suitable range"); guarded whitening, guarded canonical scaling and `EvenStep` are our addition.'
+    'of its "suitable range"); guarded whitening, guarded canonical scaling and `UnitStep` are our addition.'
 )
 
 

@@ -39,7 +39,7 @@ BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
 AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     "then whitening (the paper's)": ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
     "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
-    "then EvenStep": ("evenstep", {}, (0.025, 0.05)),
+    "then UnitStep": ("evenstep", {}, (0.025, 0.05)),
 }
 CLOSE = 1.05  # of the loss: what counts as similar per epoch
 SETTING = (

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
 OPTIMIZERS: dict[str, Callable[[nn.Module], CoordinateOptimizer]] = {
     "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
-    "EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05),
+    "UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05),
     "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
     "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, **OFF),
-    "unguarded EvenStep": lambda model: evenstep.EvenStep(model, lr=0.05, **OFF),
+    "unguarded UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05, **OFF),
     "unguarded Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3, **OFF),
 }
 PAPERS = "unguarded WhitenedSGD"
