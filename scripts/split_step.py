@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evenstep.kernels import moments
+from evenstep.kernels import input_sums as moments
 from evenstep.lab import bench, records
 from evenstep.lab.bench_models import SUBJECTS
 

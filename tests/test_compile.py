@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.kernels import moments as kernel
+from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
 
 pytestmark = [

@@ -38,9 +38,9 @@ BUILD = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evenstep.kernels.moments import TALL
-from evenstep.kernels.step import SHAPE, _kernels
-from evenstep.kernels import triton_moments
+from evenstep.kernels.input_sums import TALL
+from evenstep.step.triton.host import SHAPE, _kernels
+from evenstep.kernels import triton_input_sums
 
 tables = dict.fromkeys(("addresses", "shapes"), "*i64")
 floats = ("settings", "vectors", "layers", "sums", "motion", "fresh", "last", "fired")
@@ -75,7 +75,7 @@ for flag in (True, False):
                 rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
                 built(name, **rule, GIVEN=given, KIND="bfloat16" if flag != given else "float32")
     for width, tall in TALL.items():
-        build(triton_moments.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)
+        build(triton_input_sums.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)
 print(len(sizes), "built,", min(sizes) > 1000)
 """
 

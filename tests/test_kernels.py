@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
+from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
-from evenstep.kernels import moments as kernel
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layers import Look
 from evenstep.statistics.batch import Stage

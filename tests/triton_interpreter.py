@@ -12,7 +12,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
 import test_kernels
-from evenstep.kernels import moments
+from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layers import Look
 from evenstep.statistics.batch import Stage

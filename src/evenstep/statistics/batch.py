@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import moments as moments_kernel
+from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.layers import Look
 

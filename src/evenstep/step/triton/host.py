@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.input_sums import SLOTS as MOST_SLOTS
+from ...kernels.input_sums import available
 from ...kernels.launch import Launcher, on
-from ...kernels.moments import SLOTS as MOST_SLOTS
-from ...kernels.moments import available
 from ...math.constants import STEADY
 from ...math.guards import CROWD, DRIFT
 from ...math.segments import Segments

@@ -1,5 +1,5 @@
 # ruff: noqa: D103, PLR0124
-"""The Triton code of `kernels.moments`."""
+"""The Triton code of `kernels.input_sums`."""
 
 import triton
 import triton.language as tl

@@ -146,6 +146,6 @@ def launch(call: Call, *tensors: Tensor) -> None:
 
 @cache
 def _kernel() -> Launcher:
-    from .triton_moments import add_moments
+    from .triton_input_sums import add_moments
 
     return Launcher(add_moments)
