@@ -100,9 +100,6 @@ def test_trust_radius_is_its_definition(radius, bias):
     expected = oracle.trust_factors(d.layer, d.w, biases, d.dw, moves, d.mu, d.spread, d.fresh, radius)
     assert_close(factor.squeeze(0), expected)
     assert held.sum() == (expected < 1).sum() and factor[0, 1] == 1 and factor[0, 0] < 1
-    weight_step, bias_step = guards.shorten(dw, db if bias else None, factor)
-    assert_close(weight_step[0, :, :, 0], expected[:, None] * d.dw)
-    assert bias_step is None if not bias else torch.equal(bias_step, factor * db)
 
 
 def test_a_held_unit_moves_exactly_its_radius_and_the_others_stay_as_they_are():
@@ -110,7 +107,7 @@ def test_a_held_unit_moves_exactly_its_radius_and_the_others_stay_as_they_are():
     w, b, dw, db, mu, spread, fresh = d.core()
     unit2, step2 = guards.squared_length(w, b, mu, spread), guards.squared_length(dw, db, mu, fresh)
     factor, held = guards.trust_factor(unit2, step2, 0.5, 1e-3)
-    moved = guards.shorten(dw, db, factor)
+    moved = dw * factor[..., None, None], db * factor
     after = guards.squared_length(*moved, mu, fresh)
     over = step2 > 0.25 * unit2
     assert torch.equal(held, over) and 0 < over.sum() < 30
@@ -139,7 +136,7 @@ def test_guards_run_under_vmap():
         unit2 = guards.squared_length(w, b, mu, raised)
         step2 = guards.squared_length(dw, db, mu, fresh)
         factor, units = guards.trust_factor(unit2, step2, radius, 1e-3)
-        return raised, inputs, factor, units, *guards.shorten(dw, db, factor)
+        return raised, inputs, factor, units
 
     loop = zip(*(both(*one, radius) for one, radius in zip(many, radii, strict=True)), strict=True)
     for together, single in zip(vmap(both)(*stacked, radii), loop, strict=True):
@@ -366,11 +363,11 @@ def steady_layer(decay):
     def spread_of():
         optimizer.zero_grad()
         model(3 + 1e-3 * randn(500, 2)).sum().backward()
-        (block,) = optimizer._blocks(lambda p: True)
-        optimizer._init_state([block])
-        frame = optimizer._frame(block)
+        (step,) = optimizer._planned(compiled=False).steps
+        step.look(None)
+        (scales,) = step.scales
         optimizer.step()
-        return frame.spread.mean().item(), frame.fresh_spread.mean().item()
+        return scales.spread.mean().item(), scales.fresh.mean().item()
 
     return spread_of
 

@@ -31,7 +31,7 @@ def randn(*shape):
 
 def canonical(mx, vx, mg2):
     """Eq. 5 without damping, as the optimizer puts it together."""
-    return constants.whitening(mx, vx, constants.canonical_beta2(mg2, 0.0))
+    return constants.Constants(mx, constants.inverse(vx), constants.canonical_beta2(mg2, 0.0))
 
 
 def one_group(*tensors):

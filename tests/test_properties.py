@@ -16,7 +16,7 @@ import evenstep
 import oracle
 from cases import LAYERS, OPTIMIZERS, is_conv
 from evenstep.math import change_of_variables as coordinates
-from evenstep.math import constants, guards, moments, stepsize, update
+from evenstep.math import constants, frame, guards, moments, stepsize
 
 PAPER = {"fresh_max": None, "trust": None}
 
@@ -316,7 +316,7 @@ def test_streamed_moments_equal_the_papers_two_averages(seed, decay, batches):
         x = randn(torch.randint(1, 5, ()).item(), 3) + k
         truth.update(x)
         sums = moments.Sums(torch.tensor(float(len(x))).double(), *moments.sum_about(x, centre, dim=1))
-        running = update.moments_after(running, sums, centre, decay=decay)
+        running = frame.running_after(running, sums, centre, torch.tensor(True), decay=decay)
     mean, var = truth.mean_var()
     assert_close(running.mx, mean, rtol=1e-9, atol=1e-9)
     assert_close(running.vx, var, rtol=1e-9, atol=1e-9)
@@ -400,13 +400,17 @@ def layer_update(weight, bias, weight_grad, bias_grad, rows, mx, vx, mass, lr):
     first, second = moments.sum_about(rows.flatten(1), centre.flatten(), dim=1)
     sums = moments.Sums(count, first.view_as(mx), second.view_as(mx))
     beta2 = constants.geometry_beta2(N * K, torch.tensor(9.0).double())
-    frame = update.moving_frame(running, sums, centre, beta2, damping=0.1, fresh_max=1.0)
-    on_weight, on_bias = update.gradient_on_v(weight_grad, bias_grad.unsqueeze(0), frame)
-    steps = update.step_on_w(-lr * on_weight, -lr * on_bias, frame)
-    unit2 = update.unit_length2(weight, bias.unsqueeze(0), frame)
-    held = update.within_trust(unit2, *steps, frame, radius=0.1, floor=1e-3, crowd=True)
-    alone = update.step_on_w(update.gradient_on_v(weight_grad, None, frame)[0], None, frame)
-    return flat((frame, steps, held, alone, update.moments_after(running, sums, centre, decay=0.9)))
+    usable = moments.usable(sums)
+    found = frame.whitened_frame(running, sums, centre, usable, damping=0.1, fresh_max=1.0, steady=constants.STEADY)
+    c = constants.Constants(found.mu, found.alpha**2, beta2)
+    on_v = coordinates.gradient_to_v(weight_grad, bias_grad, c)
+    steps = coordinates.step_to_w(-lr * on_v[0], -lr * on_v[1], c)
+    unit2 = guards.squared_length(weight, bias, found.mu, found.spread)
+    relative2 = guards.relative(unit2, guards.squared_length(*steps, found.mu, found.fresh), 1e-3)
+    held = guards.trust_factor(unit2, relative2 * unit2, 0.1, 1e-3, guards.typical(relative2))
+    alone = coordinates.step_to_w_biasless(coordinates.gradient_to_v_biasless(weight_grad, c), c)
+    after = frame.running_after(running, sums, centre, usable, decay=0.9)
+    return flat((found, steps, unit2, held, alone, after))
 
 
 CORE = {
@@ -424,7 +428,7 @@ CORE = {
         lambda: (randn(N), randn(N), torch.rand(()).double(), randn(N)),
     ),
     "canonical": (
-        lambda x, v, g: flat(constants.whitening(x, v, constants.canonical_beta2(g, 0.1))),
+        lambda x, v, g: flat(constants.Constants(x, constants.inverse(v), constants.canonical_beta2(g, 0.1))),
         lambda: (randn(G, N), randn(G, N).exp(), randn(G, M).exp()),
     ),
     "canonical_mg2": (

@@ -5,25 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from . import checks
 from .keywords import explained
-from .math import stepsize, update
-from .parallel import dtensor as shards
+from .model.survey import Entry
 from .rules import torch_rule as proxies
-from .rules.torch_rule import BaseRule, Proxy
-from .step.block import Block, plain_share
-from .step.plan import Plan
-from .torch_optimizer.motion import gradient, rates
+from .rules.base import Rule
+from .rules.torch_rule import BaseRule, TorchRule
+from .step.block import Block, Group
 from .torch_optimizer.step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
-
-
-def joint(block: Block) -> bool:
-    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
-    return bool(block.group["joint"]) and block.entry is not None and not block.alone
 
 
 @explained
@@ -39,9 +31,8 @@ class Whitened(CoordinateOptimizer):
     reads none, and such a gradient counts as zero in the rule's memory.
     """
 
-    linear = False
-    _together, _joint = "given", staticmethod(joint)
-    _copied = ("_base", "_plain", "_streams")
+    _reads_device = True
+    _copied = ("_base", "_plain", "_rule")
 
     def __init__(
         self,
@@ -77,7 +68,7 @@ class Whitened(CoordinateOptimizer):
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else BaseRule(owner, plain, {})
-        self._streams = type(self._base.instance) is torch.optim.SGD
+        self._rule = TorchRule(self._base, self._plain)
         if plain_lr is None and plain is not None:
             plain_lr = self._plain.instance.defaults["lr"]
         ours = {
@@ -116,140 +107,8 @@ class Whitened(CoordinateOptimizer):
         torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
         return known | self._base.keeps | self._plain.keeps, set(), torchs
 
+    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
+        return self._rule
+
     def _counted(self, block: Block) -> list[Tensor]:
-        """What no rule counts the steps of; a bias inside a joint matrix has no state of the rule's."""
-        rules = [self._plain if outside else self._base for outside in self._outside(block)]
-        uncounted = [p for p, rule in zip(block.parameters[: len(rules)], rules, strict=True) if not rule.counts]
-        return uncounted + block.parameters[len(rules) :]
-
-    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
-        """As ours; what the rule was shown is given back, whatever happens."""
-        try:
-            super()._step_blocks(plan, agreed)
-        finally:
-            for layout in plan.layouts:
-                if layout.given is not None:
-                    layout.given.close()
-
-    def _advance_all(self, moving: list[Any], rest: list[Block], ok: Tensor | None) -> None:
-        """One step of the rule for all blocks, or, for SGD, block by block where they do not move together anyway.
-
-        Compiled, all go at once: what comes before the rule is one graph then, and what comes after it is another.
-        """
-        if ok is not None and not any(group["capturable"] for group in self.param_groups):
-            if not ok:
-                return self._recentre()
-            ok = None
-        streams = self._streams and not torch.compiler.is_compiling()
-        self._advance_shown(moving, [] if streams else rest, ok)
-        for block in rest if streams else []:
-            self._advance_shown([], [block], ok)
-
-    def _advance_shown(self, moving: list[Any], blocks: list[Block], ok: Tensor | None) -> None:
-        """Show blocks to the rule, those that move together where their gradients on v lie already; then move them."""
-        if torch.compiler.is_compiling():  # of parameters it meets as keys of the state it would guard each gradient
-            _ = [gradient(p) for block in blocks for p in block.parameters]
-        shown = [proxy for move in moving for proxy in self._shown(move, ok)]
-        outside = [o for move in moving for block in move.layout.blocks for o in self._outside(block)]
-        frames = [self._frame(block) for block in blocks]
-        counts = []
-        for block, frame in zip(blocks, frames, strict=True):
-            mine = self._proxies(block, *update.gradient_on_v(*self._gradients(block), frame), ok)
-            counts.append(len(mine))
-            shown += mine
-            outside += self._outside(block)
-        if not shown:
-            return
-        steps = self._steps(shown, outside)[len(shown) - sum(counts) :]
-        for move in moving:
-            self._make(move, ok)
-        for block, frame, count in zip(blocks, frames, counts, strict=True):
-            self._move(block, frame, *self._read(block, steps[:count]), ok)
-            steps = steps[count:]
-
-    def _shown(self, move: Any, ok: Tensor | None) -> list[Proxy]:
-        """Blocks that move together as the rule is to see them."""
-        given = move.layout.given
-        gradients, steps = given.both
-        if ok is not None:
-            gradients.masked_fill_(~ok.to(gradients.device), 0)
-        steps.zero_()
-        return [
-            Proxy(p, one.q.grad, group, lr, stays=one)
-            for block, some in zip(move.layout.blocks, given.stand_ins, strict=True)
-            for p, one, group, lr in zip(
-                block.parameters, some, [block.group, *block.bias_groups], self._rates(block, len(some)), strict=False
-            )
-        ]
-
-    def _outside(self, block: Block) -> list[bool]:
-        """Which of the block's proxies the plain rule moves, where there is one: what is no matrix of a layer."""
-        if block.entry is None:
-            return [True]
-        return [False] if joint(block) else [p.dim() < 2 for p in block.parameters]
-
-    def _share(self, block: Block) -> float:
-        """What the block gets of its group's stepsize: all of it outside whitened layers."""
-        power = block.group["fan_in_power"]
-        return stepsize.fan_in_share(block.fan_in, power) if power and block.treatment == "whitened" else 1.0
-
-    @_disable_dynamo
-    def _steps(self, shown: list[Proxy], outside: list[bool]) -> list[Tensor]:
-        """What the base does to each proxy, or the plain rule to those outside; compilers leave it to the rules."""
-        if self._plain is self._base:
-            return proxies.steps_of(self._base, shown, self.state, own_options=False)
-        results = []
-        for rule, other, side in ((self._base, self._plain, False), (self._plain, self._base, True)):
-            part, foreign = [p for p, o in zip(shown, outside, strict=True) if o is side], other.keeps - rule.keeps
-            steps = proxies.steps_of(rule, part, self.state, own_options=side, foreign=foreign) if part else []
-            results.append(iter(steps))
-        return [next(results[side]) for side in outside]
-
-    def _proxies(self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None) -> list[Proxy]:
-        """The block's gradient on v as the rule is to see it."""
-        if joint(block):
-            grads = [joined(on_weight, on_bias)]
-        else:
-            grads = [block.unmatrix(on_weight), *block.unstack(on_bias)]
-        if ok is not None:
-            grads = [torch.where(ok, g, 0) for g in grads]
-        count = len(grads)
-        parameters, groups = block.parameters[:count], [block.group, *block.bias_groups][:count]
-        lrs, rules = self._rates(block, count), [self._plain if o else self._base for o in self._outside(block)]
-        wholes = [shards.sharded(p) and not rule.elementwise for p, rule in zip(parameters, rules, strict=True)]
-        grads = [g.to(p.dtype).contiguous() for p, g in zip(parameters, grads, strict=True)]
-        return [
-            Proxy(p, proxies.gathered(p, g) if whole else g, group, lr, whole)
-            for p, g, group, lr, whole in zip(parameters, grads, groups, lrs, wholes, strict=True)
-        ]
-
-    def _rates(self, block: Block, count: int) -> list[Any]:
-        """The stepsizes of the block's proxies."""
-        share = self._share(block)
-        lrs = [lr * share for lr in rates(block)[:count]]
-        if self._plain is not self._base and not block.aside:
-            groups, outside = [block.group, *block.bias_groups][:count], self._outside(block)
-            lrs = [lr * plain_share(g) if o else lr for lr, g, o in zip(lrs, groups, outside, strict=True)]
-        return lrs
-
-    def _read(self, block: Block, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The rule's step in the core's shapes."""
-        wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in steps]
-        if joint(block):
-            return parted(wide[0], block)
-        return block.matrix(wide[0]), block.stack(wide[1:])
-
-
-def joined(on_weight: Tensor, on_bias: Tensor | None) -> Tensor:
-    """[group, unit, input, kernel] and [bias, group, unit] as one matrix [unit, inputs · kernel + biases]."""
-    matrix = on_weight.flatten(2).flatten(0, 1)
-    return matrix if on_bias is None else torch.cat([matrix, on_bias.flatten(1).T], dim=1)
-
-
-def parted(matrix: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-    """The inverse of `joined` for a block."""
-    shape = block.matrix(shards.local(block.weight)).shape
-    if not block.biases:
-        return matrix.view(shape), None
-    on_weight, on_bias = matrix[:, : -len(block.biases)], matrix[:, -len(block.biases) :]
-    return on_weight.reshape(shape), on_bias.T.reshape(len(block.biases), *shape[:2])
+        return self._rule.counted(block)

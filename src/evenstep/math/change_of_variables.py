@@ -6,50 +6,74 @@ A gradient goes to v, any rule makes a step there, the step comes back to w; v i
 shaped [group, unit, input, kernel], biases [group, unit]: μ and α are the same for all kernel positions (App. B).
 """
 
+from typing import Protocol
+
 from torch import Tensor
 
-from .constants import Constants
+
+class Scales(Protocol):
+    """What the coordinates of a layer are made of: μ and α per input, β per unit (or one for the layer)."""
+
+    @property
+    def mu(self) -> Tensor:
+        """μ, the inputs' means."""
+
+    @property
+    def alpha(self) -> Tensor:
+        """α, the inputs' scales."""
+
+    @property
+    def beta(self) -> Tensor:
+        """β, the units' scales."""
 
 
 def per_input(x: Tensor) -> Tensor:
-    """[group, input] → [group, 1, input, 1], to meet a weight."""
+    """[group, input] → [group, 1, input, 1], which broadcasts to a weight."""
     return x.unsqueeze(-2).unsqueeze(-1)
 
 
 def per_unit(x: Tensor) -> Tensor:
-    """[group, unit] → [group, unit, 1, 1], to meet a weight; a 0-d tensor stays."""
+    """[group, unit] → [group, unit, 1, 1], which broadcasts to a weight; a 0-d tensor stays."""
     return x.unsqueeze(-1).unsqueeze(-1) if x.dim() else x
 
 
 def mean_response(weight: Tensor, mu: Tensor) -> Tensor:
-    """Σ_i μ_i w_ij for each unit: what the layer answers to the mean input."""
+    """Σ_i μ_i w_ij for each unit: the layer's response to the mean input, less its bias."""
     return (weight * per_input(mu)).sum((-2, -1))
 
 
-def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
     """Gradient on v from the gradient on w: α_i β_j (G_ij − μ_i b_j) and β_j b_j.
 
     `bias_grad` is ⟨g_j⟩; where a weight serves several biases, their sum.
     """
-    beta = c.beta2.sqrt()
+    return weights_to_v(weight_grad, bias_grad, c), c.beta * bias_grad
+
+
+def weights_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> Tensor:
+    """The weights' part of `gradient_to_v`: α_i β_j (G_ij − μ_i b_j)."""
     centred = weight_grad - per_input(c.mu) * per_unit(bias_grad)
-    return centred * (per_input(c.alpha2.sqrt()) * per_unit(beta)), beta * bias_grad
+    return centred * (per_input(c.alpha) * per_unit(c.beta))
 
 
-def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
     """Step on w from a step on v: δw_ij = α_i β_j δv_ij, δw_0j = β_j δv_0j − Σ_i μ_i δw_ij (eq. 3)."""
-    beta = c.beta2.sqrt()
-    step = weight_step * (per_input(c.alpha2.sqrt()) * per_unit(beta))
-    return step, beta * bias_step - mean_response(step, c.mu)
+    step = weights_to_w(weight_step, c)
+    return step, c.beta * bias_step - mean_response(step, c.mu)
 
 
-def project(weight: Tensor, c: Constants) -> Tensor:
-    """The bias-less layer's symmetric factor, x (I − k ûûᵀ), u = α∘μ over inputs and kernel, k = 1 − 1/√(1+‖u‖²).
+def weights_to_w(weight_step: Tensor, c: Scales) -> Tensor:
+    """The weights' part of `step_to_w`: δw_ij = α_i β_j δv_ij."""
+    return weight_step * (per_input(c.alpha) * per_unit(c.beta))
+
+
+def project(weight: Tensor, mu: Tensor, alpha: Tensor) -> Tensor:
+    """The symmetric factor of a layer without bias: x (I − k ûûᵀ), u = α∘μ over inputs and kernel, k = 1 − 1/√(1+‖u‖²).
 
     Without a bias row, the inverse of eq. 4's block is α(I − ûûᵀ‖u‖²/(1+‖u‖²))α; this is its square root between
     the two α.
     """
-    u = per_input(c.alpha2.sqrt() * c.mu)
+    u = per_input(alpha * mu)
     norm2 = weight.shape[-1] * (u * u).sum((-2, -1), keepdim=True)
     # k/‖u‖² written so that it is right (1/2) at u = 0
     root = (1 + norm2).sqrt()
@@ -57,15 +81,14 @@ def project(weight: Tensor, c: Constants) -> Tensor:
     return weight - along * u / (root * (1 + root))
 
 
-def gradient_to_v_biasless(weight_grad: Tensor, c: Constants) -> Tensor:
+def gradient_to_v_biasless(weight_grad: Tensor, c: Scales) -> Tensor:
     """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
 
     Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ).
     """
-    scaled = weight_grad * (per_input(c.alpha2.sqrt()) * per_unit(c.beta2.sqrt()))
-    return project(scaled, c)
+    return project(weight_grad * (per_input(c.alpha) * per_unit(c.beta)), c.mu, c.alpha)
 
 
-def step_to_w_biasless(weight_step: Tensor, c: Constants) -> Tensor:
+def step_to_w_biasless(weight_step: Tensor, c: Scales) -> Tensor:
     """Step on w of a layer without (trainable) bias: δw_j = β_j α ∘ (δv_j (I − k ûûᵀ))."""
-    return project(weight_step, c) * (per_input(c.alpha2.sqrt()) * per_unit(c.beta2.sqrt()))
+    return weights_to_w(project(weight_step, c.mu, c.alpha), c)

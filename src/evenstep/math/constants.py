@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import WHOLE, Segments, Whole
+from .segments import WHOLE, Whole
 
 STEADY = 1e-6  # share of its squared mean that the variance of an input is taken for at least, in a layer without bias
 
@@ -21,8 +21,18 @@ class Constants(NamedTuple):
     alpha2: Tensor
     beta2: Tensor
 
+    @property
+    def alpha(self) -> Tensor:
+        """α."""
+        return self.alpha2.sqrt()
 
-def damped(vx: Tensor, damping: float | Tensor, over: Whole | Segments = WHOLE) -> Tensor:
+    @property
+    def beta(self) -> Tensor:
+        """β."""
+        return self.beta2.sqrt()
+
+
+def damped(vx: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """The variance kept in the paper's "suitable range": vx_i + damping · mean_i vx_i.
 
     Departs from the paper, which names no range: relative to the layer, so that it does not depend on the scale of
@@ -75,26 +85,15 @@ def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     return (fan_in * sharing).rsqrt()
 
 
-def whitening(mx: Tensor, spread: Tensor, beta2: Tensor) -> Constants:
-    """Constants that whiten a layer's inputs, eq. 12: μ_i = mx_i, α_i² = 1/spread_i, β² = 1/√(n·S).
-
-    `spread` is the damped variance, `damped(vx, damping)`; the fresh-max guard raises it.
-
-    >>> whitening(torch.tensor([[1.0]]), torch.tensor([[4.0]]), torch.tensor(0.5))
-    Constants(mu=tensor([[1.]]), alpha2=tensor([[0.2500]]), beta2=tensor(0.5000))
-    """
-    return Constants(mx, inverse(spread), beta2)
-
-
-def canonical_beta2(mg2: Tensor, damping: float) -> Tensor:
-    """β_j² = 1/(S·E[g_j²]), damped like the variance: with `whitening`'s μ and α², eq. 5 and App. B.
+def canonical_beta2(mg2: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
+    """β_j² = 1/(S·E[g_j²]), damped like the variance: with μ_i = mx_i and α_i² = 1/vx_i, eq. 5 and App. B.
 
     `mg2` is S·E[g_j²] as [group, unit], what `canonical_mg2` gives.
 
     >>> canonical_beta2(torch.tensor([[0.5]]), 0.0)
     tensor([[2.]])
     """
-    return inverse(damped(mg2, damping))
+    return inverse(damped(mg2, damping, over))
 
 
 def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
@@ -107,11 +106,3 @@ def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
     """
     examples = examples.clamp(min=1)
     return sum_g2 * examples if reduction == "mean" else sum_g2 / examples
-
-
-def fan_in(like: Tensor, beta2: Tensor) -> Constants:
-    """Fan-in coordinates (§3.5): μ = 0, α = 1, β² = 1/√(n·S); `like` is any tensor shaped [group, input].
-
-    One zero and one 1 serve all inputs: a plain parameter may be large.
-    """
-    return Constants(like.new_zeros(()).expand(like.shape), like.new_ones(()).expand(like.shape), beta2)

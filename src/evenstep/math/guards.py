@@ -7,8 +7,8 @@ often they fired.
 import torch
 from torch import Tensor
 
-from .change_of_variables import mean_response, per_input, per_unit
-from .segments import WHOLE, Segments, Whole
+from .change_of_variables import mean_response, per_input
+from .segments import WHOLE, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
 TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
@@ -42,15 +42,23 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
     return (1 - mass) * (DRIFT * DRIFT) * mx * mx
 
 
-def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor, spread: Tensor) -> Tensor:
+def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
+    """Σ w_ij² spread_i of each unit; the plain sum of squares without a spread."""
+    square = weight * weight
+    return (square if spread is None else square * per_input(spread)).sum((-2, -1))
+
+
+def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, spread: Tensor | None) -> Tensor:
     """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
 
-    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together.
+    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together. Without μ
+    and spread it is the length in plain coordinates.
     """
-    level = mean_response(weight, mu)
-    if bias is not None:
-        level = level + bias
-    return level * level + (weight * weight * per_input(spread)).sum((-2, -1))
+    length2 = stretch(weight, spread)
+    if mu is None and bias is None:
+        return length2
+    level = bias if mu is None else mean_response(weight, mu) if bias is None else mean_response(weight, mu) + bias
+    return length2 + level * level
 
 
 def trust_factor(
@@ -76,21 +84,12 @@ def trust_factor(
     return factor, over
 
 
-def surely_free(largest2: float, radius: float, crowd: bool) -> bool:
-    """Whether no unit of a layer is held back, if its largest squared relative step is `largest2`, rounding aside.
-
-    >>> surely_free(0.0025, 0.1, crowd=False), surely_free(0.0025, 0.1, crowd=True)
-    (True, False)
-    """
-    return largest2 <= (1 - 1e-5) * (radius * (LEAST if crowd else 1.0)) ** 2
-
-
 def relative(unit2: Tensor, step2: Tensor, floor: float) -> Tensor:
     """(‖δu_j‖/max(‖u_j‖, s₀))²: how far each unit is asked to move, measured by itself."""
     return step2 / unit2.clamp(min=floor * floor)
 
 
-def typical(relative2: Tensor, over: Whole | Segments = WHOLE) -> Tensor:
+def typical(relative2: Tensor, over: Whole = WHOLE) -> Tensor:
     """The geometric mean of squared relative steps over the units that move; NaN if none does.
 
     Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.
@@ -101,8 +100,3 @@ def typical(relative2: Tensor, over: Whole | Segments = WHOLE) -> Tensor:
     moves = relative2 > 0
     logs, count = over.totals(torch.where(moves, relative2.log(), 0.0), moves.to(relative2.dtype))
     return over.widen((logs / count).exp())
-
-
-def shorten(weight_step: Tensor, bias_step: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Multiply a unit's whole step, weights and bias, by its trust factor."""
-    return weight_step * per_unit(factor), None if bias_step is None else bias_step * factor

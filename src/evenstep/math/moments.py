@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .segments import WHOLE, Segments, Whole
+from .segments import WHOLE, Whole
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -130,7 +130,7 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
     return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
 
 
-def usable(sums: Sums, over: Whole | Segments = WHOLE) -> Tensor:
+def usable(sums: Sums, over: Whole = WHOLE) -> Tensor:
     """Whether the batch has rows and nothing but finite sums (a bool that meets every input; stays on the device)."""
     return over.every(torch.isfinite(sums.first) & torch.isfinite(sums.second)) & (sums.rows > 0)
 

@@ -1,6 +1,6 @@
-"""Reductions over one layer, or over many that lie end to end in one tensor."""
+"""Reductions over one layer, or over many layers packed into one flat tensor."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,71 +10,70 @@ class Whole:
     """One layer: its tensors are reduced as a whole."""
 
     def every(self, mask: Tensor) -> Tensor:
-        """Whether all hold, to meet an element."""
+        """Whether the mask holds for every element."""
         return mask.all()
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean, to meet an element; nothing of nothing."""
+        """Mean of `x`, which broadcasts to its elements (0 if `x` is empty)."""
         return x.mean() if x.numel() else x.sum()
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum, one per layer."""
+        """Sum of `x`."""
         return x.sum()
 
     def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Several sums."""
+        """The sum of each tensor."""
         return tuple(map(self.total, xs))
 
     def most(self, x: Tensor) -> Tensor:
-        """The largest, one per layer; 0 of nothing."""
+        """Largest element of `x` (0 if `x` is empty)."""
         return x.amax() if x.numel() else x.sum()
 
     def widen(self, x: Tensor) -> Tensor:
-        """One value per layer, to meet its elements."""
+        """A value of the layer, which broadcasts to its elements."""
         return x
 
 
-class Segments(NamedTuple):
-    """Layers end to end: `offsets` has where each begins, and the end; `owner` the layer of each element."""
+class Segments(Whole):
+    """Layers packed into flat tensors, one after another: reductions give one value per layer.
 
-    offsets: Tensor
-    owner: Tensor
+    >>> Segments([2, 0, 1]).total(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([3., 0., 3.])
+    """
 
-    @staticmethod
-    def of(sizes: list[int], device: torch.device | str = "cpu") -> "Segments":
-        """Layers of these sizes.
-
-        >>> Segments.of([2, 0, 1]).owner.tolist()
-        [0, 0, 2]
-        """
-        lengths = torch.tensor(sizes, dtype=torch.int64)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        owner = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
-        return Segments(offsets.to(device), owner.to(device))
+    def __init__(self, sizes: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """Layers with these numbers of elements."""
+        self.sizes = list(sizes)
+        lengths = torch.tensor(self.sizes, dtype=torch.int64)
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+        self.owner = torch.repeat_interleave(torch.arange(len(self.sizes)), lengths).to(device)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum, one per layer, added up in order: the same in every run."""
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, unsafe=True)
-
-    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Several sums."""
-        return tuple(map(self.total, xs))
+        """Sums, one per layer, in the same order of additions in every run."""
+        return self._reduce(x, "sum")
 
     def most(self, x: Tensor) -> Tensor:
-        """The largest, one per layer."""
-        return torch.segment_reduce(x, "max", offsets=self.offsets, unsafe=True)
+        """Largest elements, one per layer (0 where a layer is empty or has none above 0)."""
+        return self._reduce(x, "max").clamp(min=0)
+
+    def _reduce(self, x: Tensor, how: str) -> Tensor:
+        if torch.compiler.is_compiling():  # compilers fuse plain reductions and do not know this one
+            parts = x.split(self.sizes)
+            return torch.stack([part.amax() if how == "max" and part.numel() else part.sum() for part in parts])
+        return torch.segment_reduce(x, how, offsets=self.offsets, unsafe=True)
 
     def widen(self, x: Tensor) -> Tensor:
-        """One value (or row) per layer, to meet its elements."""
-        return x.index_select(0, self.owner)
+        """One value per layer, repeated for each of its elements."""
+        return x if x.dim() == 0 else x.index_select(0, self.owner)
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean, to meet an element."""
-        return self.widen(self.total(x) / self.offsets.diff())
+        """Means, repeated for each element."""
+        total, count = self.totals(x, torch.ones_like(x))
+        return self.widen(total / count)
 
     def every(self, mask: Tensor) -> Tensor:
-        """Whether all hold, to meet an element."""
-        return self.widen(self.total((~mask).float()) == 0)
+        """Whether the mask holds for every element, one value per layer."""
+        return self.total((~mask).float()) == 0
 
 
 WHOLE = Whole()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .constants import inverse_root
-from .segments import WHOLE, Segments, Whole
+from .segments import WHOLE, Whole
 
 
 def natural_step(natural_grad: Tensor, gamma: float) -> Tensor:
@@ -67,7 +67,7 @@ def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
 
 
-def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole | Segments = WHOLE) -> Tensor:
+def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """What a unit's squared length is measured by: its running mean or its newest, with a share of the layer's mean.
 
     Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. A unit that hardly

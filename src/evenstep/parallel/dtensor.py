@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ..math.segments import WHOLE, Whole
+from ..math.segments import Segments
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -43,42 +43,45 @@ def groups_along(tensor: Any, rows: bool) -> list[Any]:
     return [tensor.device_mesh.get_group(k) for k, place in found if hasattr(place, "dim") and (place.dim == 0) is rows]
 
 
-class Spread(Whole):
-    """A layer whose units lie on several ranks: reductions over all of them. Every rank must ask."""
+class ShardedSegments(Segments):
+    """Layers whose units lie on several ranks: reductions over all of them. Every rank must call them together."""
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        """The groups that units are split over."""
-        self.groups = groups
-
-    def reduced(self, x: Tensor, how: Any = None) -> Tensor:
-        """Each element reduced over ranks."""
-        x = x.contiguous().clone()
-        for group in self.groups:
-            dist.all_reduce(x, how or dist.ReduceOp.SUM, group)
-        return x
-
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over all ranks' elements."""
-        total, count = self.totals(x, torch.ones_like(x))
-        return total / count.clamp(min=1)
+    groups: Sequence[Any] = ()
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over all ranks' elements."""
-        return self.reduced(x.sum())
+        """Sums over all ranks, one per layer."""
+        return reduced(super().total(x), self.groups)
 
     def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Several sums, by one reduction."""
-        return self.reduced(torch.stack([x.sum() for x in xs])).unbind()
+        """Several sums, in one reduction over ranks."""
+        return reduced(torch.stack([super(ShardedSegments, self).total(x) for x in xs]), self.groups).unbind()
 
     def most(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' elements."""
-        return self.reduced(super().most(x), dist.ReduceOp.MAX)
+        """Largest elements over all ranks, one per layer."""
+        return reduced(super().most(x), self.groups, dist.ReduceOp.MAX)
 
 
-def over_units(weight: Tensor) -> Whole:
-    """Reductions over the units of a layer whose rows they are."""
-    groups = groups_along(weight, rows=True)
-    return Spread(groups) if groups else WHOLE
+def segments(sizes: Sequence[int], like: Tensor, has_rows: bool) -> Segments:
+    """The units of layers that are sharded as `like` is: reductions over the ranks that their rows are split over."""
+    groups = groups_along(like, rows=True) if has_rows else []
+    found = ShardedSegments(sizes, like.device) if groups else Segments(sizes, like.device)
+    if isinstance(found, ShardedSegments):
+        found.groups = groups
+    return found
+
+
+def groups_within_units(like: Tensor, has_rows: bool) -> list[Any]:
+    """The groups of ranks over which single units are split."""
+    return groups_along(like, rows=False) + ([] if has_rows else groups_along(like, rows=True))
+
+
+def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
+    """Each element reduced over ranks; summed, unless `how` says otherwise."""
+    if groups:
+        x = x.contiguous().clone()
+    for group in groups:
+        dist.all_reduce(x, how or dist.ReduceOp.SUM, group)
+    return x
 
 
 def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -> str | None:

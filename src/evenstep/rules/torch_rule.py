@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from ..coordinates.base import Schema
+from ..math import stepsize
 from ..parallel import dtensor as shards
+from .base import Rule, RuleStep, plain_share
 
 OURS = {"mx", "vx", "mass", "sharing"}  # state of ours beside the rule's own
 REFUSED = {
@@ -24,61 +28,44 @@ REFUSED = {
 }
 
 
-class StandIn:
-    """A parameter that a rule moves in many steps, and what the rule knew of it in the last one."""
-
-    __slots__ = ("known", "of", "q", "size")
-
-    def __init__(self, q: nn.Parameter) -> None:
-        """`q` has a gradient."""
-        self.q, self.size = q, 0
-        self.of: dict[str, Any] = {}
-        self.known: dict[str, Any] = {}
-
-    def remember(self, state: dict[str, Any], known: dict[str, Any]) -> None:
-        """Note what is kept in `state`, and what of it is the rule's."""
-        self.of, self.size, self.known = state, len(state), known
-
-    def remembers(self, state: dict[str, Any]) -> bool:
-        """Whether all of that is still there, and nothing else."""
-        same = self.of is state and self.size == len(state)
-        return same and all(state.get(name) is value for name, value in self.known.items())
-
-
 class Proxy(NamedTuple):
-    """What stands in for parameter `p` (which keeps the rule's state): the gradient on v, its group and its stepsize.
+    """Stands in for parameter `p`, which keeps the rule's state: a gradient on v, with its group and stepsize.
 
-    Of a parameter that is sharded over ranks it is this rank's part, or all of it (`whole`). The rule moves a parameter
-    that is zero and has that gradient: one that `stays` between steps, or a new one.
+    The rule moves `q`, which is zero and has that gradient. Of a parameter that is sharded over ranks it is this rank's
+    part, or all of it (`whole`).
     """
 
     p: Tensor
-    grad: Tensor
+    q: nn.Parameter
     group: dict[str, Any]
     lr: Any
     whole: bool = False
-    stays: StandIn | None = None
 
-    def stand_in(self) -> nn.Parameter:
-        """The parameter that the rule moves."""
-        if self.stays is not None:
-            return self.stays.q
-        q = nn.Parameter(torch.zeros_like(self.grad))
-        q.grad = self.grad
-        return q
+    @property
+    def grad(self) -> Tensor:
+        """The gradient on v."""
+        assert self.q.grad is not None
+        return self.q.grad
 
-    def shown(self, value: Any) -> Any:
-        """What is kept of the rule's memory, as the rule is to see it."""
+    def to_rule(self, value: Any) -> Any:
+        """State as the rule sees it."""
         if not isinstance(value, Tensor):
             return value
         return shards.whole(value) if self.whole else shards.local(value)
 
-    def kept(self, value: Any) -> Any:
-        """The rule's memory as it is to be kept: what is shaped like the stand-in is sharded as the parameter is."""
+    def to_state(self, value: Any) -> Any:
+        """The rule's state as it is kept: a tensor shaped like the proxy is sharded as the parameter is."""
         if not shards.sharded(self.p) or not isinstance(value, Tensor) or value.shape != self.grad.shape:
             return value
         own = shards.part(value, self.p) if self.whole else value
         return shards.placed(own, self.p, whole_shape(self.p, self.grad))
+
+
+def proxy_of(grad: Tensor) -> nn.Parameter:
+    """A parameter that is zero and has this gradient."""
+    q = nn.Parameter(torch.zeros_like(grad))
+    q.grad = grad
+    return q
 
 
 def whole_shape(p: Tensor, grad: Tensor) -> torch.Size:
@@ -171,41 +158,36 @@ def steps_of(
 ) -> list[Tensor]:
     """What one step of the rule does to each proxy, stepsize and sign included.
 
-    The rule's memory lives in `state`, where `foreign` names are another rule's; its options in the proxies' groups,
-    or, with `own_options`, as it was made. The instance holds nothing between steps, so checkpoints, schedulers and
-    surgery on groups need no second thought.
+    The rule's state lives in `state`, where `foreign` names are another rule's; its options in the proxies' groups, or,
+    with `own_options`, as it was made. The instance keeps nothing between steps, so checkpoints, schedulers and surgery
+    on groups need no second thought.
     """
-    rule, stand_ins = base.instance, [proxy.stand_in() for proxy in proxies]
+    rule = base.instance
     rule.state, rule.param_groups = defaultdict(dict), []
     groups: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for proxy, q in zip(proxies, stand_ins, strict=True):
-        rule.state[q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(q)
-        key = id(proxy.group), plain_rate(proxy.lr), q.is_cuda
+    for proxy in proxies:
+        rule.state[proxy.q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(proxy.q)
+        key = id(proxy.group), plain_rate(proxy.lr), proxy.q.is_cuda
         if key not in groups:
-            options = options_of(proxy.group, rule, own_options, q.is_cuda)
+            options = options_of(proxy.group, rule, own_options, proxy.q.is_cuda)
             groups[key] = proxy.group, {**rule.defaults, **options, **fixed(proxy.lr), "params": []}
-        groups[key][1]["params"].append(q)
+        groups[key][1]["params"].append(proxy.q)
     rule.param_groups = [mine for _, mine in groups.values()]
     unhooked(rule)
-    for proxy, q in zip(proxies, stand_ins, strict=True):
-        kept, known = state[proxy.p], rule.state[q]
-        for name, value in known.items():
+    for proxy in proxies:
+        kept = state[proxy.p]
+        for name, value in rule.state[proxy.q].items():
             if kept.get(name) is not value:
-                kept[name] = proxy.kept(value)
-        if proxy.stays is None:
-            q.grad = None
-        else:
-            proxy.stays.remember(kept, known)
+                kept[name] = proxy.to_state(value)
     if not own_options:  # some rules count in their groups
         apart = {"params", *fixed(0)}
         for group, mine in groups.values():
             group.update({k: v for k, v in mine.items() if k not in apart})
     rule.state, rule.param_groups = defaultdict(dict), []
-    steps = [shards.part(q.detach(), p.p) if p.whole else q.detach() for p, q in zip(proxies, stand_ins, strict=True)]
-    for proxy, step in zip(proxies, steps, strict=True):
+    for proxy in proxies:
         if isinstance(proxy.lr, Tensor):
-            step.mul_(proxy.lr)
-    return steps
+            proxy.q.detach().mul_(proxy.lr)
+    return [shards.part(proxy.q.detach(), proxy.p) if proxy.whole else proxy.q.detach() for proxy in proxies]
 
 
 def options_of(group: dict[str, Any], rule: Optimizer, own_options: bool, on_gpu: bool) -> dict[str, Any]:
@@ -219,14 +201,12 @@ def options_of(group: dict[str, Any], rule: Optimizer, own_options: bool, on_gpu
 
 
 def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
-    """What the rule has kept of a proxy, as it is to see it.
+    """The rule's state of a proxy.
 
     Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of
     another shape, is dropped; a matrix with more or fewer biases than before keeps what it can.
     """
-    if proxy.stays is not None and proxy.stays.remembers(state):
-        return proxy.stays.known
-    mine = {k: proxy.shown(v) for k, v in state.items() if k not in OURS and (base.counts or k != "step")}
+    mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in OURS and (base.counts or k != "step")}
     own, shape = base.keeps - {"step"}, proxy.grad.shape
     like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
     others = foreign & mine.keys() or (own and not own & mine.keys())
@@ -254,6 +234,98 @@ def with_columns(matrix: Tensor, count: int) -> Tensor:
     (tensor([[1., 1., 0.]]), tensor([[1.]]))
     """
     return nn.functional.pad(matrix, (0, count - matrix.shape[1]))
+
+
+class TorchRule(Rule):
+    """A torch rule on v, and a second one for parameters outside layers, where that is to be another."""
+
+    linear = False
+    own_rate = True
+    fused = None
+
+    def __init__(self, base: BaseRule, plain: BaseRule) -> None:
+        """`plain` may be `base`."""
+        self.base, self.plain = base, plain
+
+    def state(self, momentum: float) -> Schema:
+        """No fields of ours: torch's rules make their own."""
+        return {}
+
+    @_disable_dynamo
+    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
+        """One step of the rule for all blocks at once."""
+        proxies = [[self._proxies(b, qs, ok) for b, qs in zip(s.blocks, s.stand_ins(), strict=True)] for s in steps]
+        flat = [proxy for some in proxies for few in some for proxy in few]
+        outside = [side for step in steps for block in step.blocks for side in self.outside(block)]
+        results = iter(self._steps(flat, outside, steps[0].state))
+        for step, some in zip(steps, proxies, strict=True):
+            step.take([[next(results) for _ in few] for few in some])
+
+    def _proxies(self, block: Any, stand_ins: list[nn.Parameter], ok: Tensor | None) -> list[Proxy]:
+        """The block's gradients on v as the rule sees them."""
+        found = []
+        each = zip(
+            block.parameters, stand_ins, block.param_groups, self._rates(block), self.outside(block), strict=False
+        )
+        for p, q, group, lr, side in each:
+            whole = shards.sharded(p) and not (self.plain if side else self.base).elementwise
+            if ok is not None and q.grad is not None:  # it may be the parameter's own gradient
+                q.grad = torch.where(ok.to(q.device), q.grad, 0)
+            found.append(Proxy(p, proxy_of(gathered(p, q.grad)) if whole else q, group, lr, whole))
+        return found
+
+    def outside(self, block: Any) -> list[bool]:
+        """Which of the block's proxies the plain rule moves: what is no matrix of a layer."""
+        if self.plain is self.base:
+            return [False] * (1 if joint(block) else len(block.parameters))
+        if block.entry is None:
+            return [True]
+        return [False] if joint(block) else [p.dim() < 2 for p in block.parameters]
+
+    def counted(self, block: Any) -> list[Tensor]:
+        """Parameters whose steps no rule counts; a bias inside a joint matrix has no state of the rule's."""
+        rules = [self.plain if side else self.base for side in self.outside(block)]
+        uncounted = [p for p, rule in zip(block.parameters, rules, strict=False) if not rule.counts]
+        return uncounted + block.parameters[len(rules) :]
+
+    def _rates(self, block: Any) -> list[Any]:
+        """The stepsizes of the block's proxies."""
+        power = block.group["fan_in_power"]
+        share = stepsize.fan_in_share(block.fan_in, power) if power and block.treatment == "whitened" else 1.0
+        lrs = [lr * share for lr in block.rates()]
+        if self.plain is self.base or block.uses_plain_lr:
+            return lrs
+        sides = zip(lrs, block.param_groups, self.outside(block), strict=False)
+        return [lr * plain_share(group) if side else lr for lr, group, side in sides]
+
+    def _steps(self, proxies: list[Proxy], outside: list[bool], state: Any) -> list[Tensor]:
+        """What the base does to each proxy, or the plain rule to those outside."""
+        if self.plain is self.base:
+            return steps_of(self.base, proxies, state, own_options=False)
+        results = []
+        for rule, other, side in ((self.base, self.plain, False), (self.plain, self.base, True)):
+            part = [p for p, o in zip(proxies, outside, strict=True) if o is side]
+            foreign = other.keeps - rule.keeps
+            results.append(iter(steps_of(rule, part, state, own_options=side, foreign=foreign) if part else []))
+        return [next(results[side]) for side in outside]
+
+
+def joint(block: Any) -> bool:
+    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
+    return bool(block.group["joint"]) and block.entry is not None and not block.alone
+
+
+def joined(weight: Tensor, biases: Tensor | None) -> Tensor:
+    """[group, unit, input, kernel] and [bias, unit] as one matrix [unit, inputs · kernel + biases]."""
+    matrix = weight.flatten(2).flatten(0, 1)
+    return matrix if biases is None else torch.cat([matrix, biases.T], dim=1)
+
+
+def parted(matrix: Tensor, shape: torch.Size, biases: int) -> tuple[Tensor, list[Tensor]]:
+    """The inverse of `joined`, for a weight of this shape: the weight, and each bias."""
+    if not biases:
+        return matrix.view(shape), []
+    return matrix[:, :-biases].reshape(shape), list(matrix[:, -biases:].unbind(1))
 
 
 def unhooked(rule: Optimizer) -> None:

@@ -3,6 +3,7 @@
 A stage holds its own tensors (module buffers would be broadcast by DDP), and adds up alone: a step averages.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -353,3 +354,11 @@ class Stage:
         """Note that these are zero now, where that can be known."""
         if not torch.compiler.is_compiling():
             self.empty_at = self._slots._version, self._tally._version
+
+
+def recentre(stages: Sequence[Stage], centres: Sequence[Tensor]) -> None:
+    """Sum the next batch about these centres: running means, or NaN for its first row."""
+    if stages:
+        torch._foreach_copy_([stage.centre for stage in stages], list(centres))
+    for stage in stages:
+        stage.centred = False

@@ -1,77 +1,142 @@
-"""Which blocks move in a step, and how: many at once, or one by one."""
+"""Which blocks move in a step, and by which backend; kept until parameters, gradients or settings change."""
 
-from operator import contains, lt
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from operator import lt
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from ..torch_optimizer.motion import gradient, parted
+from ..parallel import dtensor
+from ..rules.base import Rule
+from ..statistics.batch import Stage
 from .block import Block
-from .layout import Layout, as_they_lie
+from .gradients import gradient
+from .torch_step import TorchStep
+from .triton import host
+
+Pair = tuple[Block, Stage | None]
+
+
+class Step(Protocol):
+    """The step of some blocks, by one backend."""
+
+    blocks: list[Block]
+    stages: list[Stage]
+    rule: Rule
+    device: torch.device
+    all_seen: bool  # whether each layer was called since the last step, as far as the host knows
+
+    def look(self, divisor: Tensor | None) -> None:
+        """Find the coordinates, and the gradient on v where the rule is to see it."""
+
+    def finite(self) -> Tensor:
+        """Whether all gradients are finite, as a bool on the device."""
+
+    def move(self, ok: Tensor | None) -> None:
+        """Rule, guards, weights. With a mask, nothing moves where it is false."""
+
+    def commit(self, ok: Tensor | None) -> None:
+        """The batch joins the moments."""
 
 
 class Plan(NamedTuple):
-    """The blocks of a step: those that move together, and the rest, which move one by one."""
+    """The blocks that move, and their steps."""
 
     signature: list[Any]
     blocks: list[Block]
-    layouts: list[Layout]
-    rest: list[Block]
+    steps: list[Step]
     sizes: list[int]  # how much state each parameter of the optimizer had
-    homes: list[dict[str, Any]]  # where each layer has its weight
-    names: list[str]  # and what it is called there
+    homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
+    frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory
 
-    @property
-    def captured(self) -> bool:
-        """Whether a CUDA graph goes on using its tensors."""
-        return any(layout.captured for layout in self.layouts)
-
-    @property
-    def all_seen(self) -> bool:
-        """Whether the step of many blocks has all of them, and has found that each layer saw something."""
-        return bool(self.layouts) and not self.rest and all(layout.all_seen for layout in self.layouts)
+    def current(self, signature: list[Any]) -> bool:
+        """Whether the plan still holds."""
+        return (
+            self.signature == signature
+            and all(name in home for home, name in self.homes)
+            and all(memory_of(frozen_biases(block)) == then for block, then in self.frozen)
+        )
 
     def lacks(self, state: Any) -> bool:
-        """Whether some of that state is gone."""
+        """Whether some state that parameters had is gone."""
         return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
 
-    @property
-    def whole(self) -> bool:
-        """Whether all layers still have their weights, and biases that do not train."""
-        return all(map(contains, self.homes, self.names)) and all(layout.whole for layout in self.layouts)
+    def steps_of(self) -> list[tuple[Rule, list[Step]]]:
+        """The steps of each rule."""
+        found: dict[int, tuple[Rule, list[Step]]] = {}
+        for step in self.steps:
+            found.setdefault(id(step.rule), (step.rule, []))[1].append(step)
+        return list(found.values())
 
-    def part(self, state: Any, layouts: list[Layout]) -> None:
-        """Give parameters that are in none of the `layouts` to come tensors of their own: a view keeps the whole."""
-        staying = {id(p) for layout in layouts for p in layout.parameters}
-        for layout in self.layouts:
-            leaving = [] if layout.plain_room is None else layout.parameters
-            for p in leaving:
-                if id(p) not in staying and p in state:
-                    state[p].update(parted(state[p]))
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where it begins; None if nothing moves."""
-        return next((lay.device for lay in self.layouts), self.rest[0].weight.device if self.rest else None)
+def make(signature: list[Any], pairs: Sequence[Pair], state: Any, compiled: bool) -> Plan:
+    """A plan for these blocks, with their stages."""
+    blocks = [block for block, _ in pairs]
+    homes = [block.entry.home for block in blocks if block.entry is not None]
+    frozen = [(b, memory_of(found)) for b in blocks if (found := frozen_biases(b))]
+    steps = group(pairs, state, compiled)
+    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
 
-    def one_by_one(self, blocks: list[Block]) -> "Plan":
-        """A plan for some of the blocks alone."""
-        return self._replace(blocks=blocks, layouts=[], rest=blocks)
+
+def group(pairs: Sequence[Pair], state: Any, compiled: bool) -> list[Step]:
+    """Steps for blocks with their stages: as few as possible."""
+    kernels = not compiled and any(block.entry is not None for block, _ in pairs)
+    found: dict[Any, list[Pair]] = {}
+    for block, stage in pairs:
+        by_kernel = kernels and host.serves(block, stage, state)
+        key: tuple[Any, ...] = (by_kernel, block.weight.device, block.weight.dtype, id(block.rule), momentum(block))
+        if not by_kernel:
+            key += (block.group["foreach"] is False and id(block), *shared_by_torch_step(block, stage))
+        found.setdefault(key, []).append((block, stage))
+    return [
+        (host.TritonStep if key[0] else TorchStep)([b for b, _ in some], [s for _, s in some], state)
+        for key, some in found.items()
+    ]
+
+
+def momentum(block: Block) -> float:
+    """The momentum of a block's group."""
+    return float(block.group.get("momentum", 0.0))
+
+
+APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
+
+
+def shared_by_torch_step(block: Block, stage: Stage | None) -> tuple[Any, ...]:
+    """What blocks of one `TorchStep` have in common, beside device, dtype and rule."""
+    weight = block.weight
+    settings = [(k, v) for k, v in block.group.items() if k not in APART and isinstance(v, int | float | str | None)]
+    return (
+        id(block.coordinates),
+        len(block.biases),
+        block.entry is None,
+        stage is None,
+        block.has_rows,
+        (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,  # type: ignore[attr-defined]
+        tuple(settings),
+    )
+
+
+def frozen_biases(block: Block) -> list[Tensor]:
+    """Biases of the layer that do not train with it, but are part of its units' lengths."""
+    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
+
+
+def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Which tensors these are, and how they lie in memory."""
+    return [(id(t), type(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
 
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
-    """What a plan goes by: made again when parameters, gradients or groups come and go, or lie otherwise in memory."""
+    """What a plan depends on: parameters with gradients, their memory, and the settings of groups."""
     return [
         compiled,
         *(
             (
                 id(group),
-                group["foreach"],
-                group.get("momentum"),
-                group.get("joint"),
-                group["maximize"],
-                group["capturable"],
-                as_they_lie([p for p in group["params"] if p.grad is not None]),
+                [v for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)],
+                memory_of([p for p in group["params"] if p.grad is not None]),
             )
             for group in groups
         ),

@@ -1,7 +1,6 @@
 """torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -11,15 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import checks
+from ..coordinates.base import Coordinates, Statistics
+from ..coordinates.fan_in import FanIn
+from ..coordinates.whitening import Whitening
 from ..model.coverage import coverage_of, fired_of
-from ..model.survey import Coverage, survey
+from ..model.survey import Coverage, Entry, survey
 from ..parallel import reduce as distributed
-from ..statistics.batch import Stage
+from ..rules.base import Rule
+from ..statistics.batch import Stage, recentre
 from ..statistics.hooks import Collector
-from ..step import frames
-from ..step.block import Block, gather
+from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
-from .motion import exchange, named, parted, restore
+from .motion import exchange, named, restore
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
@@ -27,7 +29,8 @@ NONFINITE = "a gradient is not finite; the step is skipped, weights and moments 
 class ModelOptimizer(Optimizer):
     """An optimizer that may know the model of its parameters."""
 
-    coordinates: ClassVar[str] = "whitened"  # what layers get: "whitened", "canonical", "fan-in" or "plain"
+    coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
+    rule: Rule = Rule()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
     process_group: Any
 
@@ -49,6 +52,7 @@ class ModelOptimizer(Optimizer):
         """What it has before it knows a model, as a copy has it, too."""
         self._owner = type(self).__name__
         self._collector: Collector | None = None
+        self._coordinates: dict[Any, Coordinates] = {}
         self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
@@ -62,9 +66,12 @@ class ModelOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
         own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
-        state = {p: parted(kept) for p, kept in self.state.items()}
-        whole = {**super().__getstate__(), "state": defaultdict(dict, state)}
-        return {**whole, **own, "_whole": self._whole, "process_group": distributed.lasting(self.process_group)}
+        return {
+            **super().__getstate__(),
+            **own,
+            "_whole": self._whole,
+            "process_group": distributed.lasting(self.process_group),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -106,7 +113,7 @@ class ModelOptimizer(Optimizer):
                 "from the model, or from that model's parameters."
             )
         former = model if self._collector is None else self._collector.model
-        if self.coordinates != "plain" and held.keys() & {id(p) for p in former.parameters()} - present:
+        if self.statistics and held.keys() & {id(p) for p in former.parameters()} - present:
             self._warn(
                 "former",
                 f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
@@ -117,17 +124,16 @@ class ModelOptimizer(Optimizer):
         self._members = held.keys() & (present | self._members if former is model else present)
         entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
-        moments = self.coordinates in ("whitened", "canonical")
         self._collector = Collector(
             model,
             trained,
-            inputs=moments,
-            gradients=self.coordinates == "canonical",
+            inputs=self.statistics >= Statistics.INPUTS,
+            gradients=self.statistics >= Statistics.GRADIENTS,
             rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
-        if self.coordinates != "plain":
+        if self.statistics:
             self._collector.attach(self)
             if not trained:
                 self._warn(
@@ -159,6 +165,35 @@ class ModelOptimizer(Optimizer):
                 del self.state[p]
         self.attach(model)
 
+    @property
+    def statistics(self) -> Statistics:
+        """What hooks add up for this optimizer's coordinates."""
+        return self.coordinates.needs
+
+    def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
+        """The coordinates and the rule of a block, and whether it takes `plain_lr`.
+
+        A layer whose input is not visible takes fan-in coordinates, and so do biases that move without their weight.
+        """
+        rule = self._rule_of(group, entry, alone)
+        if entry is None:
+            return self._kept(Coordinates, rule), rule, True
+        kind = self.coordinates
+        hidden = not entry.slot.seen or (kind.needs >= Statistics.GRADIENTS and not entry.slot.shown)
+        if kind.needs and (alone or hidden):
+            kind = FanIn
+        # a stepsize for gradients in canonical coordinates is far too small elsewhere
+        uses_plain_lr = self.statistics >= Statistics.GRADIENTS and kind is FanIn
+        return self._kept(kind, rule), rule, uses_plain_lr
+
+    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
+        """The rule of a block."""
+        return self.rule
+
+    def _kept(self, kind: type[Coordinates], rule: Rule) -> Coordinates:
+        """One object per kind of coordinates, so that blocks can be grouped by it."""
+        return self._coordinates.setdefault((kind, rule.linear), kind(linear=rule.linear))
+
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The group of each parameter, by id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
@@ -171,7 +206,7 @@ class ModelOptimizer(Optimizer):
 
     def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
         entries = [] if self._collector is None else self._collector.entries
-        return gather(self.param_groups, entries, self.coordinates, trains)
+        return gather(self.param_groups, entries, self._choose, trains)
 
     # what it tells
 
@@ -267,8 +302,10 @@ class ModelOptimizer(Optimizer):
         self._pool.settled.clear()
         if self._collector is not None:
             self._collector.clear()
-            for entry, stage in self._collector.staged():
-                frames.recentre(self.state.get(entry.weight, {}), stage)
+            pairs = [(self.state.get(e.weight, {}), stage) for e, stage in self._collector.staged()]
+            pairs = [(state, stage) for state, stage in pairs if "mx" in state]
+            centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
+            recentre([stage for _, stage in pairs], centres)
 
 
 def why_not(group: dict[str, Any], name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Small motions of torch's state that the shell makes: stepsizes of a block, decay, masks, devices, checkpoints."""
+"""Helpers on parameter groups and state: devices, step counts, restored checkpoints, models that have changed."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -6,44 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel import dtensor as shards
-from ..step.block import Block
-
-
-def gradient(p: Tensor) -> Tensor:
-    """The gradient of a parameter that has one: what this rank has of it."""
-    assert p.grad is not None
-    return p.grad if type(p.grad) is Tensor else shards.local(p.grad)
-
-
-def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Whether all are finite, as a bool on the device, by default that of the first."""
-    some = [g for g in grads if g.numel()]
-    device = device or next((g.device for g in grads), torch.device("cpu"))
-    if not some:
-        return torch.ones((), dtype=torch.bool, device=device)
-    return torch.stack([n.to(device) for n in torch._foreach_norm(some, float("inf"))]).isfinite().all()
-
-
-def rates(block: Block) -> list[Any]:
-    """The stepsizes of a block's weight and biases, from their own groups; plain parameters may have another."""
-    found = [block.group["lr"], *(group["lr"] for group in block.bias_groups)]
-    found = [lr.squeeze() if isinstance(lr, Tensor) else lr for lr in found]
-    return [lr * block.share for lr in found] if block.aside else found
+from ..parallel import dtensor
 
 
 def at_rest(groups: list[dict[str, Any]]) -> bool:
     """Whether all stepsizes are 0, as in a step that frameworks make to create state; another device is not asked."""
     lrs = [group["lr"] for group in groups]
     return not any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in lrs) and not any(lrs)
-
-
-def per_bias(bias_rates: list[Any], like: Tensor) -> Any:
-    """Stepsizes of biases as one factor for [bias, group, unit]."""
-    if len(bias_rates) == 1:
-        return bias_rates[0]
-    found = [lr.to(like) if isinstance(lr, Tensor) else like.new_full((), lr) for lr in bias_rates]
-    return torch.stack(found).view(-1, 1, 1)
 
 
 def follow(state: dict[str, Any], device: torch.device, keep_step: bool) -> None:
@@ -53,32 +22,15 @@ def follow(state: dict[str, Any], device: torch.device, keep_step: bool) -> None
             state[name] = value.to(device)
 
 
-def displace(p: Tensor, step: Tensor, shrink: Any, ok: Tensor | None) -> None:
-    """p ← (1 − shrink) p + step in place (decoupled weight decay), or nothing where the mask says so."""
-    if ok is not None:
-        step, shrink = torch.where(ok, step, 0), torch.where(ok, shrink, 0.0)
-    if isinstance(shrink, Tensor) or shrink:
-        p.mul_(1 - shrink)
-    p.add_(step)
-
-
 def step_count(p: Tensor, count: float) -> Tensor:
     """A count of steps beside a parameter, in the dtype that torch has for them."""
     wide = torch.get_default_dtype() == torch.float64
     return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
 
 
-def parted(kept: Any) -> Any:
-    """A parameter's state with a storage of its own for each tensor: pickle writes the whole of one for every view."""
-    if not isinstance(kept, dict):
-        return kept
-    shared = {k for k, v in kept.items() if type(v) is Tensor and v.untyped_storage().nbytes() > v.nbytes}
-    return {k: v.clone() if k in shared else v for k, v in kept.items()}
-
-
 def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
     """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
-    saved = shards.matched(saved, live)
+    saved = dtensor.matched(saved, live)
     if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
         return live.copy_(saved.detach())
     return saved.detach().to(device, copy=True)

@@ -1,30 +1,23 @@
-"""The step, once for every optimizer of the library: coordinates x rule x guard on every block of parameters.
-
-A subclass names its coordinates and its rule; the arithmetic is in the core.
-"""
+"""`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
-from ..math import update
-from ..math.guards import TRUST_FLOOR
-from ..math.moments import accumulation_dtype
+from ..coordinates.base import Statistics
 from ..model.coverage import unseen_of
-from ..parallel import dtensor as shards
-from ..parallel import reduce as distributed
+from ..parallel import reduce
 from ..statistics.batch import Stage
-from ..step import frames
 from ..step import plan as plans
 from ..step.block import Block
-from ..step.layout import arrange
+from ..step.gradients import gradient
 from ..step.plan import Plan
-from ..step.together import begin
+from ..step.state import init_state
 from .base import NONFINITE, ModelOptimizer
-from .motion import all_finite, at_rest, displace, follow, gradient, per_bias, rates, step_count
+from .motion import at_rest, follow, step_count
 
 NO_MODEL = (
     "no model is attached, so all parameters are trained in plain coordinates; give the model as the first argument, "
@@ -37,15 +30,8 @@ NO_RATIO = (
 )
 
 
-class Common:
-    """What all blocks of a step go by; attributes of an optimizer compiled code may not set (torch 2.11)."""
-
-    examples: Tensor  # of this step and rank
-    square: Tensor  # of the whole network's gradient
-
-
 class Monitor(Protocol):
-    """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
+    """Told of every step: each block before its batch joins the moments, then the end."""
 
     def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
         """One block."""
@@ -55,19 +41,16 @@ class Monitor(Protocol):
 
 
 class CoordinateOptimizer(ModelOptimizer):
-    """Base of all optimizers here."""
+    """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
 
-    linear: ClassVar[bool] = True  # a rule that normalizes gets β = 1
-    _together: ClassVar[str | None] = None  # the rule that many blocks can follow at once: "sg", "even", a "given" one
-    _joint: Any = None  # a function: which blocks a given rule sees as one matrix
+    _reads_device = False  # whether a step waits for one bool, to skip a gradient that is not finite
 
     def _detached(self) -> None:
         super()._detached()
         self._plan: Plan | None = None
         self._stale = False  # whether state has been made or loaded since the plan
-        self._retired: list[Plan] = []
+        self._retired: list[Plan] = []  # plans whose tensors CUDA graphs may still use
         self._monitors: list[Monitor] = []
-        self._common = Common()
         self._world = 1  # how many ranks took part in the last step
 
     @torch.no_grad()
@@ -77,24 +60,24 @@ class CoordinateOptimizer(ModelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
+        ready = self._prepare_apart() if torch.compiler.is_compiling() else self._prepare(compiled=False)
         if ready is not None:
-            self._step_blocks(*ready)
+            self._make(*ready)
         if self._collector is not None:
             self._collector.clear()
         return loss
 
     @_disable_dynamo
-    def _ready_apart(self) -> tuple[Plan, Tensor | None] | None:
+    def _prepare_apart(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
         if self._collector is not None:
             self._collector.write_held()
-        return self._ready(compiled=True)
+        return self._prepare(compiled=True)
 
-    def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
-        """What moves in this step, with its state, and whether ranks have found their gradients finite.
+    def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
+        """The plan of this step, with its state, and whether ranks have found their gradients finite.
 
-        After an empty batch, what has a gradient that is not zero; None if nothing has.
+        After an empty batch only what has a gradient that is not zero moves; None if nothing has.
         """
         first = not self._complete
         if first:
@@ -105,80 +88,52 @@ class CoordinateOptimizer(ModelOptimizer):
                 self._warn("plain_lr", NO_RATIO)
         traffic = None if self._collector is None else self._collector.traffic
         busy = traffic is None or traffic.rows or not traffic.empty
-        ranks = distributed.ranks_of(self.process_group)
+        ranks = reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
-        agreed = None if ranks is None else self._pooled(ranks, plan.blocks, busy)
+        agreed = None if ranks is None else self._reduced(ranks, plan.blocks, busy)
         if not busy and (agreed is None or not agreed.busy > 0):
-            pulled = distributed.pulled(ranks, [p for group in self.param_groups for p in group["params"]])
-            plan = plan.one_by_one([b for b in plan.blocks if any(id(p) in pulled for p in b.parameters)])
-            if not plan.blocks:
+            moved = reduce.pulled(ranks, [p for group in self.param_groups for p in group["params"]])
+            blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
+            if not blocks:
                 return None
-        if compiled or first:
-            self._say_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
+            plan = plans.make([], self._staged(blocks), self.state, compiled)
+        if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
+            self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, None if agreed is None else agreed.finite
 
-    def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
-        """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
+    def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
+        """Add up the batch statistics over ranks; every rank takes part, whatever it saw."""
         parts, groups = [], self._groups()
-        if self._collector is not None and self.coordinates != "plain":
+        if self._collector is not None and self.statistics > Statistics.NOTHING:
             for entry, stage in self._collector.staged():
                 mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
                 reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
-                parts.append(distributed.Part(stage, mass, reduction))
+                parts.append(reduce.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
-        """Which blocks move in this step, and how; made again when parameters, gradients or groups come and go.
+        """The plan; made again when parameters, gradients or groups come and go.
 
-        State that has been taken away is made anew, as torch's optimizers do. Compiled steps take all blocks one by
-        one: a compiler fuses those by itself.
+        State that has been taken away is made anew, as torch's optimizers do.
         """
         signature = plans.signature(self.param_groups, compiled)
         if self._plan is not None and self._plan.lacks(self.state):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
             self._stale = True
-        if self._plan is None or self._stale or self._plan.signature != signature or not self._plan.whole:
+        if self._plan is None or self._stale or not self._plan.current(signature):
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
-            candidates = self._staged(blocks) if self._together and not compiled else []
-            layouts, rest = arrange(candidates, blocks, self.state, self._joint)
-            if self._plan is not None:
-                self._plan.part(self.state, layouts)
-                self._retired += [self._plan] if self._plan.captured else []
-            sizes = [*map(len, self.state.values())]
-            homes = [block.entry.home for block in blocks if block.entry is not None]
-            found = [parameters for parameters, _ in homes], [name for _, name in homes]
-            self._plan, self._stale = Plan(signature, blocks, layouts, rest, sizes, *found), False
-            self._nonfinite = self._nonfinite.to(self._plan.device or self._nonfinite.device)
+            if self._plan is not None and any(getattr(step, "captured", False) for step in self._plan.steps):
+                self._retired.append(self._plan)
+            self._plan, self._stale = plans.make(signature, self._staged(blocks), self.state, compiled), False
+            if blocks:
+                self._nonfinite = self._nonfinite.to(self._plan.steps[0].device)
         return self._plan
 
-    def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
-        """Move all blocks; `agreed` is what ranks have found together of their gradients: whether they are finite."""
-        moving = [begin(lay, self.state, linear=self.linear, even=self._together == "even") for lay in plan.layouts]
-        finite: list[Tensor | bool] = [move.finite() for move in moving]
-        if agreed is not None:
-            finite.insert(0, agreed)
-        elif plan.rest:
-            finite.append(all_finite([gradient(p) for block in plan.rest for p in block.parameters]))
-        mask = self._finite(finite)
-        if mask is False:
-            self._warn("nonfinite", NONFINITE)
-            self._recentre()
-            return
-        if not (torch.compiler.is_compiling() or plan.all_seen):
-            self._say_unseen(plan.blocks)
-        self._advance_all(moving, plan.rest, mask)
-        counted = [*plan.rest, *(b for move in moving if not move.counts_steps for b in move.layout.blocks)]
-        steps = [self.state[p]["step"] for block in counted for p in self._counted(block)]
-        if steps:
-            torch._foreach_add_(steps, 1 if mask is None else [mask.to(steps[0])] * len(steps))
-        for monitor in self._monitors:
-            monitor.end_step()
-
     def _init_state(self, blocks: list[Block]) -> None:
-        """Give every parameter of these blocks the state it lacks, whole at once: checkpoints need all keys."""
+        """Give every parameter of these blocks the state it lacks, all of it at once: checkpoints need every key."""
         for block in blocks:
             counted = self._counted(block)
             for p in block.parameters:
@@ -189,37 +144,67 @@ class CoordinateOptimizer(ModelOptimizer):
             stage = self._stage(block)
             if stage is not None:
                 stage.to(block.weight.device)
-            frames.init(self.state[block.weight], block, stage)
-            self._init_rule(block)
+            init_state(self.state, block, stage)
 
     def _counted(self, block: Block) -> list[Tensor]:
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
         return block.parameters
 
-    def _finite(self, finite: list[Tensor | bool]) -> Tensor | Literal[False] | None:
-        """Whether all of these are true: None or False where the host may know, else a bool on the device, a mask.
+    def _make(self, plan: Plan, agreed: Tensor | None) -> None:
+        """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""
+        divisor = self._divisor()
+        for step in plan.steps:
+            step.look(divisor)
+        ok = self._finite([agreed] if agreed is not None else [step.finite() for step in plan.steps])
+        if ok is False:
+            self._warn("nonfinite", NONFINITE)
+            self._recentre()
+            return
+        if not all(step.all_seen for step in plan.steps):
+            self._warn_unseen(plan.blocks, wait=False)
+        for rule, steps in plan.steps_of():
+            rule.direct(steps, ok)
+        for step in plan.steps:
+            step.move(masked(ok, step))
+        for monitor in self._monitors:
+            for block in plan.blocks:
+                monitor.note(block, self._stage(block), self.state[block.weight])
+            monitor.end_step()
+        for step in plan.steps:
+            step.commit(masked(ok, step))
+        counts = [self.state[p]["step"] for block in plan.blocks for p in self._counted(block)]
+        if counts:
+            torch._foreach_add_(counts, 1 if ok is None else [ok.to(counts[0])] * len(counts))
+
+    def _divisor(self) -> Tensor | None:
+        """What gradients are divided by to be those of a mean loss; None for 1."""
+        return None
+
+    def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
+        """Whether all of these hold: None or False where the host may know, else a bool on the device, a mask.
 
         A step that is not finite is counted.
         """
-        tensors = [f for f in finite if isinstance(f, Tensor)]
-        if not tensors:
-            ok: Tensor | bool = all(finite)
-        else:
-            device = tensors[0].device
-            known = [torch.tensor(f, device=device) for f in finite if isinstance(f, bool)]
-            ok = torch.stack([f.to(device) for f in (*tensors, *known)]).all() if len(finite) > 1 else tensors[0]
-            waits = torch.compiler.is_compiling() or any(group["capturable"] for group in self.param_groups)
-            if device.type != "cpu" or waits:
-                self._nonfinite.add_((~ok).to(self._nonfinite.device))
-                return ok
-        if ok:
+        if not finite:
             return None
-        self._nonfinite.add_(1)
-        return False
+        device = finite[0].device
+        ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
+        wait = self._reads_device and not any(group["capturable"] for group in self.param_groups)
+        if not torch.compiler.is_compiling() and (wait or self._host_reads(device)):
+            if ok:
+                return None
+            self._nonfinite.add_(1)
+            return False
+        self._nonfinite.add_((~ok).to(self._nonfinite.device))
+        return ok
 
-    def _say_unseen(self, blocks: list[Block], wait: bool = False) -> None:
+    def _host_reads(self, device: torch.device) -> bool:
+        """Whether the host may look at a bool there: on the CPU, unless the step must be capturable."""
+        return device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
+
+    def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
-        if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
+        if self.statistics == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
         message = unseen_of(self._staged(blocks), wait)
         if self._collector is None:
@@ -227,76 +212,7 @@ class CoordinateOptimizer(ModelOptimizer):
         if message is not None:
             self._warn("unseen", message)
 
-    def _advance_all(self, moving: list[Any], rest: list[Block], ok: Tensor | None) -> None:
-        """Move all blocks: those that move together, then the rest."""
-        for move in moving:
-            self._make(move, ok)
-        self._advance(rest, ok)
 
-    def _make(self, move: Any, ok: Tensor | None) -> None:
-        """Make the step of blocks that move together."""
-        here = None if ok is None else ok.to(move.layout.device)
-        if here is not None and here.is_cpu and not here:  # a network on two devices: the host waits for the other
-            return
-        move.move(here, TRUST_FLOOR)
-        for monitor in self._monitors:
-            for block, stage in zip(move.layout.blocks, move.layout.stages, strict=True):
-                monitor.note(block, stage, self.state[block.weight])
-        move.commit(here)
-
-    # block by block
-
-    def _advance(self, blocks: list[Block], ok: Tensor | None) -> None:
-        """Move every block; `ok` masks, on the device, a step whose gradients turn out not to be finite."""
-        for block in blocks:
-            frame = self._frame(block)
-            on_v = update.gradient_on_v(*self._gradients(block), frame)
-            weight_step, bias_steps = self._rule(block, *on_v, ok)
-            del on_v  # a parameter may be large
-            rate, *bias_rates = rates(block)
-            if bias_steps is not None:
-                bias_steps = -per_bias(bias_rates, bias_steps) * bias_steps
-            self._move(block, frame, -rate * weight_step, bias_steps, ok)
-
-    def _frame(self, block: Block) -> update.Frame | update.Still:
-        return frames.frame(self.state[block.weight], block, self._stage(block), linear=self.linear)
-
-    def _weight(self, block: Block) -> Tensor:
-        """The block's weight in the core's shape."""
-        return block.matrix(shards.local(block.weight))
-
-    def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
-        """The block's gradients in the core's shapes and in float32 or better."""
-        wide = [g.to(accumulation_dtype(g.dtype)) for g in map(gradient, block.parameters)]
-        if block.group["maximize"]:
-            wide = [-g for g in wide]
-        return block.matrix(wide[0]), block.stack(wide[1:])
-
-    def _init_rule(self, block: Block) -> None:
-        """Add the state that the rule keeps for a block: none here."""
-
-    def _rule(
-        self, block: Block, on_weight: Tensor, on_bias: Tensor | None, ok: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """A direction on v, to be descended, from the gradient on v: here the gradient itself."""
-        return on_weight, on_bias
-
-    def _move(
-        self,
-        block: Block,
-        frame: update.Frame | update.Still,
-        weight_step: Tensor,
-        bias_steps: Tensor | None,
-        ok: Tensor | None,
-    ) -> None:
-        """Take a step on v back to w, guard it, move the parameters; then let the batch join the moments."""
-        stage = self._stage(block)
-        on_w = update.step_on_w(weight_step, bias_steps, frame)
-        weight_step, bias_steps = frames.guarded(block, stage, frame, *on_w, linear=self.linear)
-        steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
-        groups = [block.group, *block.bias_groups]
-        for p, s, rate, group in zip(block.parameters, steps, rates(block), groups, strict=True):
-            displace(shards.local(p), s, rate * group["weight_decay"], ok)
-        for monitor in self._monitors:
-            monitor.note(block, stage, self.state[block.weight])
-        frames.commit(self.state[block.weight], block, stage, ok)
+def masked(ok: Tensor | None, step: Any) -> Tensor | None:
+    """The mask on the device of a step."""
+    return ok if ok is None else ok.to(step.device)

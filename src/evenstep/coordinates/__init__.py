@@ -1,0 +1,1 @@
+"""Coordinate systems: each turns statistics of a layer into the coordinates of a step."""

@@ -1,0 +1,104 @@
+"""What a coordinate system is, and the numbers it works on. To add one: a class here, used by an optimizer class.
+
+A step treats many layers at once. What belongs to inputs or units is packed into flat tensors, one layer after another;
+what belongs to a layer is a tensor with one number per layer.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..math.moments import Sums
+from ..math.segments import Segments
+
+
+class Statistics(IntEnum):
+    """What the hooks must add up for a coordinate system; each includes those before it."""
+
+    NOTHING = 0
+    COUNTS = 1  # rows, examples, uses of the weight
+    INPUTS = 2  # sums of the inputs and of their squares
+    GRADIENTS = 3  # squared gradients of the outputs, too
+
+
+class Field(NamedTuple):
+    """A tensor of the optimizer's state: what it has one number for, and whether it may be negative.
+
+    A "parameter" field is shaped like the parameter and sharded as it is, in its dtype unless it is `wide`; "count" is
+    one number beside each parameter. All other fields belong to the weight of a block: one number per "layer", "input"
+    or "output" of the layer, the same on all ranks, or one per "unit" of the weight, sharded as its rows are. What is
+    not in the parameter's dtype is in float32 or better.
+    """
+
+    per: Literal["parameter", "count", "layer", "input", "output", "unit"]
+    nonnegative: bool = False
+    wide: bool = False
+    initial: float = 0.0
+
+
+Schema = Mapping[str, Field]  # the one list that initialization, checkpoints, DTensors and kernels read
+
+
+class Batch(NamedTuple):
+    """What the hooks added up since the last step."""
+
+    rows: Tensor  # per layer
+    applied: Tensor  # per layer: how often its weight was used
+    examples: Tensor  # per layer
+    usable: Tensor | None = None  # per layer: whether it has rows, and all its sums are finite
+    sums: Sums | None = None  # per input, about `centre`; rows per input, too
+    centre: Tensor | None = None  # per input
+    g2: Tensor | None = None  # per output: Σ ĝ²
+
+
+class Layers(NamedTuple):
+    """The layers of a step: how they are packed, and the parameter group whose settings they share."""
+
+    inputs: Segments
+    outputs: Segments  # units of the whole layers, wherever their rows are
+    fan_in: Tensor  # per layer: n of §3.5
+    biased: bool  # whether their biases train with them
+    group: Mapping[str, Any]
+
+
+class Scales(NamedTuple):
+    """Coordinates of a step: μ, α and the spreads per input (None: μ = 0 and α = 1), β per layer or output (None: 1)."""
+
+    mu: Tensor | None = None
+    alpha: Tensor | None = None
+    spread: Tensor | None = None
+    fresh: Tensor | None = None
+    raised: Tensor | None = None  # per layer: inputs that the fresh-max guard changed
+    beta: Tensor | None = None
+
+
+class Coordinates:
+    """A coordinate system. This one is plain: v is w."""
+
+    name: str = "plain"
+    needs: Statistics = Statistics.NOTHING
+    state: Schema = {}
+    beta_per_output: bool = False  # otherwise β is one number per layer
+
+    def __init__(self, *, linear: bool = True) -> None:
+        """`linear` is whether the rule is: one that normalizes would keep one stray β of the two, so it gets β = 1."""
+        self.linear = linear
+
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
+        """The coordinates of this step. `state` has a flat tensor per field."""
+        return Scales()
+
+    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
+        """The state after this step: the batch joins the moments."""
+        return {}
+
+
+def sharing(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
+    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
+    declared = layers.group.get("sharing")
+    if declared is not None:
+        return torch.full_like(state["sharing"], declared)
+    return torch.where(batch.applied > 0, batch.applied / batch.examples.clamp(min=1), state["sharing"])

@@ -1,0 +1,49 @@
+"""Whitened coordinates (§4, eq. 12)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..math.constants import STEADY
+from ..math.frame import running_after, whitened_frame
+from ..math.moments import Running, gain
+from .base import Batch, Field, Layers, Scales, Schema, Statistics
+from .fan_in import FanIn
+
+
+class Whitening(FanIn):
+    """μ and α whiten the layer's inputs; β² = 1/√(n·S)."""
+
+    name = "whitened"
+    needs = Statistics.INPUTS
+    state: Schema = {
+        **FanIn.state,
+        "mx": Field("input"),
+        "vx": Field("input", nonnegative=True),
+        "mass": Field("layer", nonnegative=True),
+    }
+
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
+        """From the moments of earlier batches; this batch's serve the guards."""
+        frame = whitened_frame(
+            *moments(state, batch, layers),
+            damping=layers.group["damping"],
+            fresh_max=layers.group["fresh_max"],
+            steady=0.0 if layers.biased else STEADY,
+            over=layers.inputs,
+        )
+        return Scales(*frame, beta=super().at(state, batch, layers).beta)
+
+    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
+        """The batch joins the running moments."""
+        mx, vx, _ = running_after(*moments(state, batch, layers), decay=layers.group["decay"])
+        _, mass = gain(state["mass"], layers.group["decay"])
+        mass = torch.where(batch.usable, mass, state["mass"])
+        return {**super().after(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}
+
+
+def moments(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> tuple[Running, Tensor, Tensor, Tensor]:
+    """The running moments, the batch's sums, their centre, and whether they are usable, all per input."""
+    widen = layers.inputs.widen
+    return Running(state["mx"], state["vx"], widen(state["mass"])), batch.sums, batch.centre, widen(batch.usable)

@@ -1,0 +1,60 @@
+"""Eq. 11 per unit, with momentum: every unit takes an even step."""
+
+import torch
+from torch import Tensor
+
+from ..coordinates.base import Field, Schema
+from ..math import stepsize
+from ..math.constants import inverse_root
+from ..math.moments import gain
+from .base import Direction, Fused, OnV, Rule, RuleStep, heavy_ball
+
+
+class UnitRule(Rule):
+    """Each unit's gradient over the root of its running mean square, damped by its layer's; Nesterov momentum."""
+
+    linear = False
+    fused = Fused(nesterov=True, unit_scale=True)
+
+    def state(self, momentum: float) -> Schema:
+        """Momentum, and the running mean square of each unit."""
+        return {**super().state(momentum), **SQUARE}
+
+    def direction(self, step: RuleStep, ok: Tensor | None) -> Direction:
+        """The direction, and the scale of each unit."""
+        on_v = step.on_v
+        square = step.unit_square(on_v)
+        average = running_square(step, square, ok)
+        ahead = look_ahead(step, on_v, heavy_ball(step, on_v, ok))
+        in_layer = step.blocks[0].entry is not None
+        damping = step.group["damping"] if in_layer else 0.0
+        level = stepsize.unit_level(average, square, damping, step.units)
+        scale = inverse_root(level + step.group["eps"])
+        if not in_layer:
+            scale = scale * stepsize.own_length(step.unit_length2())
+        return Direction(*ahead, scale)
+
+
+SQUARE: Schema = {"square": Field("unit", nonnegative=True), "square_mass": Field("layer", nonnegative=True)}
+
+
+def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_layer: bool = False) -> Tensor:
+    """Eq. 11's expectation: the running mean of `square`, this one included; bias-corrected unless told not to be."""
+    average, mass, decay = step.read("square"), step.read("square_mass"), step.group["decay"]
+    corrected = step.group.get("bias_correction", True)
+    k, _ = gain(mass if corrected else torch.ones_like(mass), decay)
+    average = torch.lerp(average, square.expand(average.shape), k if per_layer else step.units.widen(k))
+    step.write("square", average, ok)
+    step.write("square_mass", gain(mass, decay)[1], ok)
+    return average
+
+
+def look_ahead(step: RuleStep, on_v: OnV, buffers: OnV) -> OnV:
+    """Nesterov's direction; the gradient itself without momentum."""
+    momentum = step.group["momentum"]
+    if not momentum:
+        return on_v
+    weights = [stepsize.look_ahead(g, m, momentum) for g, m in zip(on_v.weights, buffers.weights, strict=True)]
+    if on_v.biases is None:
+        return OnV(weights, None)
+    return OnV(weights, stepsize.look_ahead(on_v.biases, buffers.biases, momentum))

@@ -1,0 +1,67 @@
+"""The optimizer's state of a block, made and described by the schemas of its coordinates and its rule."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..coordinates.base import Field, Schema
+from ..math.moments import accumulation_dtype
+from ..parallel import dtensor
+from ..statistics.batch import Stage
+from .block import Block
+
+State = dict[str, Any]
+
+
+def schema_of(block: Block) -> Schema:
+    """All fields of a block's state."""
+    return {**block.coordinates.state, **block.rule.state(block.group.get("momentum", 0.0))}
+
+
+def fields_of(block: Block) -> Iterator[tuple[Tensor, str, Field]]:
+    """Every tensor that the block's state must have: its parameter, its name, its field."""
+    for name, field in schema_of(block).items():
+        each = field.per in ("parameter", "count")
+        for p in block.parameters if each else [block.weight]:
+            yield p, name, field
+
+
+def shape_of(field: Field, block: Block, stage: Stage | None, p: Tensor) -> torch.Size:
+    """The shape of a field, over all ranks."""
+    if field.per == "parameter":
+        return p.shape
+    if field.per in ("input", "output"):
+        assert stage is not None
+        return torch.Size([stage.inputs if field.per == "input" else stage.units])
+    return torch.Size([block.units] if field.per == "unit" else [])
+
+
+def init_state(states: Any, block: Block, stage: Stage | None) -> None:
+    """Give the block's parameters the state they lack, all of it at once: checkpoints need every key."""
+    stale = stale_rule_fields(states, block, stage)
+    for p, name, field in fields_of(block):
+        if name not in states[p] or name in stale:
+            states[p][name] = fresh(field, block, stage, p)
+
+
+def stale_rule_fields(states: Any, block: Block, stage: Stage | None) -> set[str]:
+    """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
+    schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
+    units = {name: field for name, field in schema.items() if field.per in ("unit", "layer")}
+    kept = states[block.weight]
+    wrong = any(n in kept and kept[n].shape != shape_of(f, block, stage, block.weight) for n, f in units.items())
+    return set(schema) if wrong else set()
+
+
+def fresh(field: Field, block: Block, stage: Stage | None, p: Tensor) -> Tensor:
+    """A field's tensor as it is before the first step."""
+    if field.per == "parameter":
+        dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype
+        return torch.full_like(p, field.initial, dtype=dtype, memory_format=torch.preserve_format)
+    shape, dtype = shape_of(field, block, stage, p), accumulation_dtype(p.dtype)
+    if field.per == "unit" and block.has_rows and dtensor.groups_along(p, rows=True):
+        own = torch.full([block.local_units], field.initial, dtype=dtype, device=p.device)
+        return dtensor.placed(own, p, shape)
+    return torch.full(shape, field.initial, dtype=dtype, device=p.device)
