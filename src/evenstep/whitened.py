@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from . import checks
 from .keywords import explained
@@ -13,6 +14,7 @@ from .rules import torch_rule as proxies
 from .rules.base import Rule
 from .rules.torch_rule import BaseRule, TorchRule
 from .step.block import Block, Group
+from .step.plan import Plan
 from .torch_optimizer.step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
@@ -106,6 +108,11 @@ class Whitened(CoordinateOptimizer):
         known, _, _ = super()._known_state()
         torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
         return known | self._base.keeps | self._plain.keeps, set(), torchs
+
+    @_disable_dynamo
+    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
+        """Torch's rules are not for a compiler to look into: they run between two graphs."""
+        super()._direct(plan, ok)
 
     def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
         return self._rule

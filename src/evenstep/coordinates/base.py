@@ -6,7 +6,7 @@ what belongs to a layer is a tensor with one number per layer.
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Layers(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Coordinates of a step: μ, α and the spreads per input (None: μ = 0 and α = 1), β per layer or output (None: 1)."""
+    """Coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per layer or output (None: 1)."""
 
     mu: Tensor | None = None
     alpha: Tensor | None = None
@@ -80,7 +80,7 @@ class Coordinates:
 
     name: str = "plain"
     needs: Statistics = Statistics.NOTHING
-    state: Schema = {}
+    state: ClassVar[Schema] = {}
     beta_per_output: bool = False  # otherwise β is one number per layer
 
     def __init__(self, *, linear: bool = True) -> None:

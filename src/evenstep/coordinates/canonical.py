@@ -1,6 +1,7 @@
 """Canonical coordinates (§2.3, eq. 5)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class Canonical(Whitening):
     name = "canonical"
     needs = Statistics.GRADIENTS
     beta_per_output = True
-    state: Schema = {**Whitening.state, "mg2": Field("output", nonnegative=True)}
+    state: ClassVar[Schema] = {**Whitening.state, "mg2": Field("output", nonnegative=True)}
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """From the moments of earlier batches; β from the layer's geometry before the first batch."""
@@ -31,6 +32,7 @@ class Canonical(Whitening):
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, squared gradients included."""
+        assert batch.usable is not None
         outputs, fresh = layers.outputs, batch_mg2(batch, layers)
         joined = fold_mean(state["mg2"], fresh, outputs.widen(state["mass"]), layers.group["decay"])
         usable = outputs.widen(batch.usable & outputs.every(fresh.isfinite()))
@@ -39,4 +41,5 @@ class Canonical(Whitening):
 
 def batch_mg2(batch: Batch, layers: Layers) -> Tensor:
     """S·E[g_j²] of the batch alone."""
+    assert batch.g2 is not None
     return canonical_mg2(batch.g2, layers.outputs.widen(batch.examples), layers.group["reduction"])

@@ -1,6 +1,7 @@
 """Fan-in coordinates (§3.5)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ class FanIn(Coordinates):
 
     name = "fan-in"
     needs = Statistics.COUNTS
-    state: Schema = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
+    state: ClassVar[Schema] = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """β from the layer's geometry."""

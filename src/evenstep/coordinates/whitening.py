@@ -1,13 +1,14 @@
 """Whitened coordinates (§4, eq. 12)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..math.constants import STEADY
 from ..math.frame import running_after, whitened_frame
-from ..math.moments import Running, gain
+from ..math.moments import Running, Sums, gain
 from .base import Batch, Field, Layers, Scales, Schema, Statistics
 from .fan_in import FanIn
 
@@ -17,7 +18,7 @@ class Whitening(FanIn):
 
     name = "whitened"
     needs = Statistics.INPUTS
-    state: Schema = {
+    state: ClassVar[Schema] = {
         **FanIn.state,
         "mx": Field("input"),
         "vx": Field("input", nonnegative=True),
@@ -37,13 +38,15 @@ class Whitening(FanIn):
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments."""
+        assert batch.usable is not None
         mx, vx, _ = running_after(*moments(state, batch, layers), decay=layers.group["decay"])
         _, mass = gain(state["mass"], layers.group["decay"])
         mass = torch.where(batch.usable, mass, state["mass"])
         return {**super().after(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}
 
 
-def moments(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> tuple[Running, Tensor, Tensor, Tensor]:
+def moments(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> tuple[Running, Sums, Tensor, Tensor]:
     """The running moments, the batch's sums, their centre, and whether they are usable, all per input."""
+    assert batch.usable is not None and batch.sums is not None and batch.centre is not None
     widen = layers.inputs.widen
     return Running(state["mx"], state["vx"], widen(state["mass"])), batch.sums, batch.centre, widen(batch.usable)

@@ -5,11 +5,12 @@ run. What the choice depends on is known here: a caller names it in a key, and f
 on the build is called directly.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -41,3 +42,36 @@ class Launcher:
         build = self.kernel[grid](*arguments, **constants, num_warps=warps)
         if hasattr(build, "packed_metadata"):  # Triton's interpreter builds nothing
             self.builds[full] = build
+
+
+COPIES = 16  # pinned copies of a table: half of them in turn, the others for captured graphs
+
+
+class HostTable:
+    """A table that the host writes and the device reads, sent when it has changed, without waiting."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pinned = torch.zeros(COPIES, rows, columns, dtype=dtype).pin_memory()
+        self.there = torch.zeros(rows, columns, dtype=dtype, device=device)
+        self.last: Any = None
+        self.turn, self.captured = 0, COPIES // 2
+        self.sent = [torch.cuda.Event() for _ in range(COPIES // 2)]  # type: ignore[no-untyped-call]
+
+    def send(self, now: Any, make: Callable[[], list[list[Any]]]) -> Tensor:
+        """The table on the device: what `make` gives, made and sent again when `now` is not what it was."""
+        if torch.cuda.is_current_stream_capturing():
+            if self.captured == COPIES:
+                raise RuntimeError("this optimizer's step is in too many CUDA graphs; build a new optimizer for more.")
+            self.pinned[self.captured].copy_(torch.tensor(make(), dtype=self.pinned.dtype))
+            self.there.copy_(self.pinned[self.captured], non_blocking=True)
+            self.captured, self.last = self.captured + 1, None
+        elif now != self.last:
+            self.last = None  # until it is sent: an error on the way must not pass for a table that is there
+            copy = self.turn
+            self.turn = (self.turn + 1) % len(self.sent)
+            self.sent[copy].synchronize()  # it was sent eight changes ago
+            self.pinned[copy].copy_(torch.tensor(make(), dtype=self.pinned.dtype))
+            self.there.copy_(self.pinned[copy], non_blocking=True)
+            self.sent[copy].record()
+            self.last = now
+        return self.there

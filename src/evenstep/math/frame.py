@@ -41,8 +41,8 @@ def whitened_frame(
     μ_i = mx_i,   spread_i = raised_i + damping · mean_i raised_i,   α_i = 1/√spread_i
 
     The first batch uses its own moments, since there are no others. Without any moments the coordinates are fan-in
-    ones. With `over`, many layers are packed into flat tensors, and rows, mass and settings are given for each input.
-    `usable` is whether a layer's batch has rows and finite sums, and `steady` is `constants.STEADY` for a layer without bias.
+    ones. With `over`, many layers are packed into flat tensors, and rows and mass are given for each input. `usable` is
+    whether a layer's batch has rows and finite sums, and `steady` is `constants.STEADY` for a layer without bias.
     """
     mean, var = batch_moments(sums, centre)
     started = running.mass > 0

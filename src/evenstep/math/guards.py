@@ -55,10 +55,9 @@ def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, sprea
     and spread it is the length in plain coordinates.
     """
     length2 = stretch(weight, spread)
-    if mu is None and bias is None:
-        return length2
-    level = bias if mu is None else mean_response(weight, mu) if bias is None else mean_response(weight, mu) + bias
-    return length2 + level * level
+    levels = [] if mu is None else [mean_response(weight, mu)]
+    levels += [] if bias is None else [bias]
+    return length2 + torch.square(sum(levels[1:], levels[0])) if levels else length2
 
 
 def trust_factor(

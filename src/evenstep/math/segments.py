@@ -58,7 +58,7 @@ class Segments(Whole):
 
     def _reduce(self, x: Tensor, how: str) -> Tensor:
         if torch.compiler.is_compiling():  # compilers fuse plain reductions and do not know this one
-            parts = x.split(self.sizes)
+            parts = torch.split(x, self.sizes)
             return torch.stack([part.amax() if how == "max" and part.numel() else part.sum() for part in parts])
         return torch.segment_reduce(x, how, offsets=self.offsets, unsafe=True)
 

@@ -1,4 +1,4 @@
-"""What a rule is: it turns gradients on v into directions on v. To add one: a class here, used by an optimizer class."""
+"""What a rule is: it turns gradients on v into directions. To add one: a class here, used by an optimizer class."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

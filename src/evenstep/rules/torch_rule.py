@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ..coordinates.base import Schema
@@ -251,9 +250,10 @@ class TorchRule(Rule):
         """No fields of ours: torch's rules make their own."""
         return {}
 
-    @_disable_dynamo
     def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
         """One step of the rule for all blocks at once."""
+        if not steps:
+            return
         proxies = [[self._proxies(b, qs, ok) for b, qs in zip(s.blocks, s.stand_ins(), strict=True)] for s in steps]
         flat = [proxy for some in proxies for few in some for proxy in few]
         outside = [side for step in steps for block in step.blocks for side in self.outside(block)]
@@ -271,7 +271,9 @@ class TorchRule(Rule):
             whole = shards.sharded(p) and not (self.plain if side else self.base).elementwise
             if ok is not None and q.grad is not None:  # it may be the parameter's own gradient
                 q.grad = torch.where(ok.to(q.device), q.grad, 0)
-            found.append(Proxy(p, proxy_of(gathered(p, q.grad)) if whole else q, group, lr, whole))
+            found.append(
+                Proxy(p, proxy_of(gathered(p, q.grad)) if whole and q.grad is not None else q, group, lr, whole)
+            )
         return found
 
     def outside(self, block: Any) -> list[bool]:
@@ -286,7 +288,7 @@ class TorchRule(Rule):
         """Parameters whose steps no rule counts; a bias inside a joint matrix has no state of the rule's."""
         rules = [self.plain if side else self.base for side in self.outside(block)]
         uncounted = [p for p, rule in zip(block.parameters, rules, strict=False) if not rule.counts]
-        return uncounted + block.parameters[len(rules) :]
+        return [*uncounted, *block.parameters[len(rules) :]]
 
     def _rates(self, block: Any) -> list[Any]:
         """The stepsizes of the block's proxies."""

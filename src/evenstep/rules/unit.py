@@ -55,6 +55,6 @@ def look_ahead(step: RuleStep, on_v: OnV, buffers: OnV) -> OnV:
     if not momentum:
         return on_v
     weights = [stepsize.look_ahead(g, m, momentum) for g, m in zip(on_v.weights, buffers.weights, strict=True)]
-    if on_v.biases is None:
+    if on_v.biases is None or buffers.biases is None:
         return OnV(weights, None)
     return OnV(weights, stepsize.look_ahead(on_v.biases, buffers.biases, momentum))

@@ -19,12 +19,13 @@ Pair = tuple[Block, Stage | None]
 
 
 class Step(Protocol):
-    """The step of some blocks, by one backend."""
+    """The step of some blocks, by one backend. `TorchStep` is a `RuleStep`, too; kernels serve rules that need none."""
 
     blocks: list[Block]
     stages: list[Stage]
     rule: Rule
     device: torch.device
+    needs_direction: bool  # whether the rule must find its direction: kernels make some rules themselves
     all_seen: bool  # whether each layer was called since the last step, as far as the host knows
 
     def look(self, divisor: Tensor | None) -> None:
@@ -62,9 +63,9 @@ class Plan(NamedTuple):
         """Whether some state that parameters had is gone."""
         return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
 
-    def steps_of(self) -> list[tuple[Rule, list[Step]]]:
+    def steps_of(self) -> list[tuple[Rule, list[Any]]]:
         """The steps of each rule."""
-        found: dict[int, tuple[Rule, list[Step]]] = {}
+        found: dict[int, tuple[Rule, list[Any]]] = {}
         for step in self.steps:
             found.setdefault(id(step.rule), (step.rule, []))[1].append(step)
         return list(found.values())

@@ -23,14 +23,21 @@ from .block import Block
 from .gradients import all_finite, gradient
 
 
-class BlockScales(NamedTuple):
-    """Coordinates of one block: μ and α as [group, input], β as [group, unit] or one number."""
+class InputScales(NamedTuple):
+    """Whitened coordinates of one block: μ and α as [group, input], β as [group, unit] or one number."""
 
-    mu: Tensor | None
-    alpha: Tensor | None
+    mu: Tensor
+    alpha: Tensor
+    beta: Tensor
+    spread: Tensor
+    fresh: Tensor
+
+
+class BlockScales(NamedTuple):
+    """Coordinates of one block: β alone where μ = 0 and α = 1 (None: 1)."""
+
+    inputs: InputScales | None
     beta: Tensor | None
-    spread: Tensor | None
-    fresh: Tensor | None
 
 
 class TorchStep:
@@ -42,7 +49,7 @@ class TorchStep:
         self.blocks, self.stages, self.state = list(blocks), [s for s in stages if s is not None], state
         self.group, self.coordinates, self.rule = first.group, first.coordinates, first.rule
         self.device, self.dtype = first.weight.device, accumulation_dtype(first.weight.dtype)
-        self.all_seen = True
+        self.all_seen, self.needs_direction = True, True
         self.one = torch.ones((), dtype=self.dtype, device=self.device)
         self.shapes = [b.matrix(dtensor.local(b.weight)).shape[:2] for b in blocks]
         self.units = dtensor.segments([s.numel() for s in self.shapes], first.weight, first.has_rows)
@@ -51,7 +58,7 @@ class TorchStep:
         split = [dtensor.sharded(b.weight) and (by_row or b.rows_as_groups) for b in blocks]
         self.own_rows = [dtensor.row_numbers(b.weight) if own else None for b, own in zip(blocks, split, strict=True)]
         self.parameters = [b.weight for b in blocks] + [
-            bias for some in zip(*(b.biases for b in blocks)) for bias in some
+            bias for some in zip(*(b.biases for b in blocks), strict=True) for bias in some
         ]
         needs = self.coordinates.needs
         self.layers = Layers(
@@ -62,15 +69,27 @@ class TorchStep:
             self.group,
         )
 
+        self._release()
+
+    def _release(self) -> None:
+        """Forget what belongs to a single step: some of it is as large as the model."""
+        self.kept: dict[str, Tensor] = {}
+        self.batch = Batch(self.one, self.one, self.one)
+        self.raised: Tensor | None = None
+        self.beta: Tensor | None = None
+        self.scales: list[BlockScales] = []
+        self.on_v, self.direction = OnV([], None), Direction([], None)
+
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
+        # gradients first: a compiler that meets parameters as keys of the state would guard each gradient
+        grads = [gradient(p).to(self.dtype) for p in self.parameters]
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
         scales = self.coordinates.at(self.kept, self.batch, self.layers)
         self.raised, self.scales = scales.raised, self._by_block(scales)
-        grads = [gradient(p).to(self.dtype) for p in self.parameters]
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
         if self.group["maximize"]:
@@ -108,20 +127,23 @@ class TorchStep:
 
     def _by_block(self, scales: Scales) -> list[BlockScales]:
         """The coordinates of each block."""
-        mu, alpha, spread, fresh = (
-            [None] * len(self.blocks) if v is None else self._inputs(v)
-            for v in (scales.mu, scales.alpha, scales.spread, scales.fresh)
-        )
         if scales.beta is None:
-            beta: Sequence[Tensor | None] = [None if scales.mu is None else self.one] * len(self.blocks)
+            betas: Sequence[Tensor | None] = [None] * len(self.blocks)
         else:
-            beta = self._own_outputs(scales.beta) if self.coordinates.beta_per_output else scales.beta.unbind()
-        return [BlockScales(*some) for some in zip(mu, alpha, beta, spread, fresh, strict=True)]
+            betas = self._own_outputs(scales.beta) if self.coordinates.beta_per_output else scales.beta.unbind()
+        if scales.mu is None:
+            return [BlockScales(None, beta) for beta in betas]
+        mu, alpha, spread, fresh = (self._inputs(v) for v in scales[:4] if v is not None)
+        ones = [self.one if beta is None else beta for beta in betas]
+        each = zip(mu, alpha, ones, spread, fresh, strict=True)
+        return [BlockScales(InputScales(*some), beta) for some, beta in zip(each, betas, strict=True)]
 
     def _inputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per input as [group, input] of each block."""
         found = []
-        for block, part, own in zip(self.blocks, flat.split(self.layers.inputs.sizes), self.own_rows, strict=True):
+        for block, part, own in zip(
+            self.blocks, torch.split(flat, self.layers.inputs.sizes), self.own_rows, strict=True
+        ):
             whole = part.view(block.groups, -1)
             if block.rows_as_groups and block.entry is not None and own is not None:  # the group of each row
                 whole = whole[own // block.entry.shape[1]]
@@ -130,7 +152,7 @@ class TorchStep:
 
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per output as [group, unit] of each block: the rows this rank has."""
-        parts = zip(flat.split(self.layers.outputs.sizes), self.own_rows, self.shapes, strict=True)
+        parts = zip(torch.split(flat, self.layers.outputs.sizes), self.own_rows, self.shapes, strict=True)
         return [(part if own is None else part[own]).view(shape) for part, own, shape in parts]
 
     def _beta_per_unit(self, beta: Tensor | None) -> Tensor | None:
@@ -140,7 +162,7 @@ class TorchStep:
 
     def _unpack(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per unit as [group, unit] of each block."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.units.sizes), self.shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(flat, self.units.sizes), self.shapes, strict=True)]
 
     # state and tensors on v, as rules see them
 
@@ -151,7 +173,7 @@ class TorchStep:
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
         live = [dtensor.local(self.state[b.weight][name]) for b in self.blocks]
-        parts = value.split([t.numel() for t in live])
+        parts = torch.split(value, [t.numel() for t in live])
         put(live, [part.view(t.shape) for part, t in zip(parts, live, strict=True)], ok)
 
     def buffers(self, name: str) -> list[Tensor]:
@@ -161,7 +183,9 @@ class TorchStep:
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
-        biases = [] if on_v.biases is None else [part for row in on_v.biases for part in row.split(self.units.sizes)]
+        biases = (
+            [] if on_v.biases is None else [part for row in on_v.biases for part in torch.split(row, self.units.sizes)]
+        )
         shapes = [dtensor.local(p).shape for p in self.parameters[len(found) :]]
         return found + [bias.view(shape) for bias, shape in zip(biases, shapes, strict=True)]
 
@@ -176,7 +200,7 @@ class TorchStep:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
         (weights, biases), found = self.on_v, []
         self.on_v = OnV([], None)  # as large as the model: each gradient goes when its stand-in has it
-        of_block = [None] * len(weights) if biases is None else biases.split(self.units.sizes, 1)
+        of_block = [None] * len(weights) if biases is None else torch.split(biases, self.units.sizes, 1)
         for k, block in enumerate(self.blocks):
             weight, bias = weights[k], of_block[k]
             weights[k] = self.one
@@ -218,8 +242,11 @@ class TorchStep:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
         found = []
         for block, c in zip(self.blocks, self.scales, strict=True):
-            weight, biases = (None if t is None else t.detach().to(self.dtype) for t in block.whole())
-            length2 = guards.squared_length(weight, biases, c.mu, c.spread)
+            weight, biases = block.whole()
+            weight = weight.detach().to(self.dtype)
+            biases = None if biases is None else biases.detach().to(self.dtype)
+            mu, spread = (None, None) if c.inputs is None else (c.inputs.mu, c.inputs.spread)
+            length2 = guards.squared_length(weight, biases, mu, spread)
             found.append(length2 if biases is None else length2.amin(0))
         return dtensor.reduced(pack(found), self.split_units)
 
@@ -231,9 +258,8 @@ class TorchStep:
         self.direction = Direction([], None)
         steps = [to_w(w, c, self.layers.biased) for w, c in zip(weights, self.scales, strict=True)]
         del weights
-        along = None
-        if self.scales[0].mu is not None:
-            along = pack([mean_response(s, c.mu) for s, c in zip(steps, self.scales, strict=True)])
+        each = [mean_response(s, c.inputs.mu) for s, c in zip(steps, self.scales, strict=True) if c.inputs is not None]
+        along = pack(each) if each else None
         gain, biases = self._scaled(biases, scale)
         if self.stages:
             factor = self._trust(steps, along, gain, biases)
@@ -241,7 +267,7 @@ class TorchStep:
                 gain, biases = gain * factor, None if biases is None else biases * factor
         if biases is not None and along is not None:
             biases = biases - gain * along
-        own = self.scales[0].mu is not None  # otherwise a step may be a gradient, or a momentum buffer
+        own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
         gains = self._unpack(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
         for k, g in enumerate(gains):
             g = per_unit(g) if isinstance(g, Tensor) else g
@@ -276,7 +302,11 @@ class TorchStep:
             if self.group.get("fresh_max") is not None:
                 self._count(raised, none, none)
             return None
-        step2 = gain * gain * pack([guards.stretch(s, c.fresh) for s, c in zip(steps, self.scales, strict=True)])
+        step2 = (
+            gain
+            * gain
+            * pack([guards.stretch(s, c.inputs and c.inputs.fresh) for s, c in zip(steps, self.scales, strict=True)])
+        )
         if biases is not None:
             step2 = step2 + (biases * biases).amax(0)
         elif along is not None:
@@ -318,9 +348,9 @@ class TorchStep:
             self.write(name, value, None)
         if "mx" in after:
             started = self.layers.inputs.widen(after["mass"] > 0)
-            centres = torch.where(started, after["mx"], torch.nan).split(self.layers.inputs.sizes)
+            centres = torch.split(torch.where(started, after["mx"], torch.nan), self.layers.inputs.sizes)
             recentre(self.stages, centres)
-        self.kept, self.scales, self.on_v = {}, [], OnV([], None)
+        self._release()
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -330,15 +360,17 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def to_v(weight: Tensor, bias: Tensor | None, c: BlockScales) -> Tensor:
     """The gradient on v of a block's weight."""
-    if c.mu is None:
+    if c.inputs is None:
         return weight if c.beta is None else weight * c.beta
     if bias is None:
-        return change_of_variables.gradient_to_v_biasless(weight, c)
-    return change_of_variables.weights_to_v(weight, bias, c)
+        return change_of_variables.gradient_to_v_biasless(weight, c.inputs)
+    return change_of_variables.weights_to_v(weight, bias, c.inputs)
 
 
 def to_w(weight: Tensor, c: BlockScales, biased: bool) -> Tensor:
     """The direction on w of a block's weight from one on v."""
-    if c.mu is None:
+    if c.inputs is None:
         return weight if c.beta is None else weight * c.beta
-    return change_of_variables.weights_to_w(weight, c) if biased else change_of_variables.step_to_w_biasless(weight, c)
+    if biased:
+        return change_of_variables.weights_to_w(weight, c.inputs)
+    return change_of_variables.step_to_w_biasless(weight, c.inputs)

@@ -162,8 +162,7 @@ class CoordinateOptimizer(ModelOptimizer):
             return
         if not all(step.all_seen for step in plan.steps):
             self._warn_unseen(plan.blocks, wait=False)
-        for rule, steps in plan.steps_of():
-            rule.direct(steps, ok)
+        self._direct(plan, ok)
         for step in plan.steps:
             step.move(masked(ok, step))
         for monitor in self._monitors:
@@ -175,6 +174,11 @@ class CoordinateOptimizer(ModelOptimizer):
         counts = [self.state[p]["step"] for block in plan.blocks for p in self._counted(block)]
         if counts:
             torch._foreach_add_(counts, 1 if ok is None else [ok.to(counts[0])] * len(counts))
+
+    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
+        """Let each rule turn the gradients on v of all its blocks into directions."""
+        for rule, steps in plan.steps_of():
+            rule.direct([step for step in steps if step.needs_direction], ok)
 
     def _divisor(self) -> Tensor | None:
         """What gradients are divided by to be those of a mean loss; None for 1."""

@@ -1,5 +1,431 @@
-def serves(*a):
-    return False
+"""The step of many blocks in five launches, whatever the network; one more where a torch rule gives the steps.
+
+`frame` finds the coordinates, `add_up` the sums over each unit's row, `measure` how far each unit goes, `move` moves the
+weights, `commit` lets the batch join the moments. `torch_step` is the same in torch operations. All is masked on the
+device: the host never waits.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.input_sums import SLOTS, available
+from ...kernels.launch import HostTable, Launcher, on
+from ...math import guards
+from ...math.constants import STEADY
+from ...math.moments import accumulation_dtype
+from ...math.segments import Segments
+from ...rules.base import plain_share
+from ...rules.torch_rule import joint
+from ...statistics.batch import Stage
+from .. import spec
+from ..block import Block
+
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
+LAUNCH = {"frame": (16, 1024), "measure": (32, 1024), "commit": (16, 2048), "add_up": (2, 512), "move": (2, 256)}
+LAUNCH["write_gradients"] = LAUNCH["move"]
+TINY = torch.finfo(torch.float32).tiny
+LONG, FEW = 16384, 264  # columns of a row that one program would be long with, unless there are many rows
+PIECE, LEAST = 1024, 64  # columns of a piece of such a row, at most and at least
+ALIGNED = 16  # elements: what a torch rule sees begins at multiples of these
+PARTS = 16  # programs that share a block whose units do not depend on each other
 
 
-TritonStep = None
+def serves(block: Block, stage: Stage | None, state: Any) -> bool:
+    """Whether the kernels can make a block's step: plain tensors, units as rows in memory, at most one bias."""
+    weight, group = block.weight, block.group
+    if weight.device.type != "cuda" or weight.dtype not in KINDS or not available() or group["foreach"] is False:
+        return False
+    if (
+        group.get("reduction") == "sum"
+        or block.alone
+        or block.treatment == "canonical"
+        or (stage is not None and stage.stuffed)
+    ):
+        return False
+    if block.rule.fused is None and not block.rule.own_rate:
+        return False
+    biases = [*block.biases, *frozen(block)]
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)) or not weight.numel():
+        return False
+    groups, units, inputs, kernel = block.matrix(weight).shape
+    if stage is not None and block.treatment == "whitened" and stage.inputs != groups * inputs:
+        return False
+    gap = inner(block)
+    if gap is None or len(biases) > 1 or not pieces(block, groups * units, inputs * kernel):
+        return False
+    if block.rule.own_rate and joint(block) and gap != kernel:  # the rule sees columns in their own order
+        return False
+    alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
+    dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
+    return alike and dense and has_first_dtypes(block, stage, state)
+
+
+def frozen(block: Block) -> list[Tensor]:
+    """A bias of the layer that does not train with it, but is part of its units' length."""
+    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
+
+
+def has_first_dtypes(block: Block, stage: Stage | None, state: Any) -> bool:
+    """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
+    wide = accumulation_dtype(block.weight.dtype)
+    kept = [state[block.weight].get(name) for name in spec.STATE]
+    kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
+    buffers = [state[p].get("momentum_buffer") for p in block.parameters]
+    return all(t is None or t.dtype == wide for t in kept) and all(
+        t is None or t.dtype == block.weight.dtype for t in buffers
+    )
+
+
+class TritonStep:
+    """The step of blocks that share device, dtype, rule and momentum; coordinates and settings may differ."""
+
+    all_seen = True  # as far as the host knows, which does not wait for the device
+
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None], state: Any) -> None:
+        """What the kernels need on the device from step to step."""
+        first = blocks[0]
+        self.blocks, self.of_block, self.state = list(blocks), list(stages), state
+        self.stages = [s for s in stages if s is not None]
+        self.rule, self.group = first.rule, first.group
+        self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
+        self.device, count = first.weight.device, len(blocks)
+        self.levels = [next(iter(b.biases or frozen(b)), None) for b in blocks]
+        self.unbiased = any(b.treatment == "whitened" and not b.biases for b in blocks)
+        self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
+        self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
+        self.captured = False  # whether a CUDA graph holds its addresses
+        shapes = shapes_table(blocks, stages, self._rule_rows())
+        self.width, self.total = place(shapes)
+        self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
+        self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
+        self.addresses = HostTable(count, spec.ADDRESSES, torch.int64, self.device)
+        self.settings = HostTable(count, spec.SETTINGS, torch.float32, self.device)
+        number = {id(group): k for k, group in enumerate(self.groups)}
+        both = [[number[id(g)] for g in b.param_groups[:2]] for b in blocks]
+        self.group_of = torch.tensor([[*some, *[len(number)] * (2 - len(some))] for some in both]).to(self.device)
+        self.vectors = torch.ones(spec.VECTORS, self.width, device=self.device)
+        self.batch = torch.zeros(2, self.width, device=self.device)
+        self.layers = torch.ones(spec.LAYERS, count, device=self.device)
+        self.sums = torch.zeros(spec.SUMS, self.total, device=self.device)
+        self.motion = torch.zeros(spec.MOTION, self.total, device=self.device)
+        self.always = torch.ones((), dtype=torch.bool, device=self.device)  # the mask of a step the host has checked
+        self.last, self.fired = self._counters()
+        self._release()
+
+    def _counters(self) -> tuple[Tensor, Tensor]:
+        """The guards' counters of all layers, of which each layer's are views."""
+        if not self.stages:
+            return self.layers, self.layers
+        last, fired = (torch.stack([getattr(s, name) for s in self.stages]) for name in ("last", "fired"))
+        for stage, own_last, own_fired in zip(self.stages, last, fired, strict=True):
+            stage.last, stage.fired = own_last, own_fired
+        return last, fired
+
+    def _release(self) -> None:
+        """Forget what belongs to a single step: some of it is as large as the model."""
+        self.temporaries: list[Tensor] = []
+        self.for_rule: Tensor | None = None
+        self.step_views: list[list[Tensor]] = []
+
+    # launches
+
+    def look(self, divisor: Tensor | None = None) -> None:
+        """Find the coordinates, and sum over the rows; or write the gradients on v that a torch rule is to see."""
+        if self.rule.fused is None:
+            weight = self.blocks[0].weight
+            self.for_rule = torch.empty(2, self.rule_total, dtype=weight.dtype, device=self.device)
+        with on(self.device):
+            self.captured |= torch.cuda.is_current_stream_capturing()
+            rows = [self._addresses(k, block) for k, block in enumerate(self.blocks)]
+            self.addresses.send(rows, lambda: rows)
+            self.table = self._settings()
+        tensors = self.shapes, self.table, self.vectors, self.batch, self.layers, self.width, len(self.blocks)
+        constants: dict[str, Any] = {
+            "LINEAR": self.rule.linear,
+            "STEADY": STEADY,
+            "DRIFT": guards.DRIFT,
+            "SLOTS": SLOTS,
+            "TINY": TINY,
+        }
+        self._launch("frame", len(self.blocks), *tensors, **constants)
+        self._along_rows("add_up" if self.rule.fused else "write_gradients")
+
+    def finite(self) -> Tensor:
+        """Whether all gradients are finite: no unit's sum of squares is infinite or NaN."""
+        return self.sums[spec.GRAD2].amax() < torch.inf
+
+    def move(self, ok: Tensor | None) -> None:
+        """How far each unit goes, then the weights, unless the mask `ok` says no."""
+        guarded = bool(self.stages) and any(b.group["trust"] is not None for b in self.blocks)
+        if self.rule.fused is None:
+            self._along_rows("add_up")
+        self._launch(
+            "measure",
+            len(self.blocks),
+            *(self.shapes, self.table, self.layers, self.sums, self.motion, self.last, self.fired),
+            *(self.always if ok is None else ok, self.total, len(self.blocks)),
+            *(guards.TRUST_FLOOR, 1 - self.momentum),
+            parts=PARTS,
+            UNIT_SCALE=self.rule.fused is not None and self.rule.fused.unit_scale,
+            EXTERNAL=self.rule.fused is None,
+            GUARD=guarded,
+            CROWD=0.0 if self.rule.linear else guards.CROWD,
+            LEAST=guards.LEAST,
+            TINY=TINY,
+            PROJECT=self.unbiased,
+            SWEEPS=1 + guarded,
+        )
+        self._along_rows("move", ok)
+        torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
+
+    def commit(self, ok: Tensor | None) -> None:
+        """Let the batches join the moments, and the next ones be summed about the running means."""
+        if any(block.treatment != "plain" for block in self.blocks):
+            mask = self.always if ok is None else ok
+            tensors = self.shapes, self.table, self.batch, self.layers, mask, self.width, len(self.blocks)
+            self._launch("commit", len(self.blocks), *tensors)
+        self._release()
+
+    def _launch(self, name: str, programs: int, *arguments: Any, parts: int = 1, **constants: Any) -> None:
+        """Launch a kernel with so many programs, `parts` times over."""
+        warps, block = LAUNCH[name]
+        with on(self.device):
+            grid = (programs, parts, 1)
+            # builds differ by their constants and the device alone: the tables are aligned, and of known dtypes
+            kernels()[name](
+                self.device.index, grid, (self.addresses.there, *arguments), warps, **constants, BLOCK=block
+            )
+
+    def _along_rows(self, name: str, ok: Tensor | None = None) -> None:
+        """A launch with one program per unit."""
+        fused = self.rule.fused
+        self._launch(
+            name,
+            self.total,
+            *(self.shapes, self.table, self.owner, self.vectors, self.layers, self.sums, self.motion),
+            *(self.always if ok is None else ok, self.width, self.total),
+            MOMENTUM=self.momentum,
+            HAS_MOMENTUM=bool(self.momentum),
+            NESTEROV=fused is not None and fused.nesterov,
+            PROJECT=self.unbiased,
+            EXTERNAL=fused is None,
+            KIND=KINDS[self.blocks[0].weight.dtype],
+        )
+
+    # tables
+
+    def _addresses(self, k: int, block: Block) -> list[int]:
+        """A row of the table of addresses."""
+        stage, mine, row = self.of_block[k], self.state[block.weight], [0] * spec.ADDRESSES
+        columns = ((spec.GRAD, spec.BUFFER), (spec.BIAS_GRAD, spec.BIAS_BUFFER))
+        for p, (grad_column, buffer_column) in zip(block.parameters, columns, strict=False):
+            grad = gradient_like(p)
+            if grad is not p.grad:
+                self.temporaries.append(grad)  # alive until the step is made
+            row[grad_column] = grad.data_ptr()
+            if self.momentum:
+                row[buffer_column] = self._buffer(p).data_ptr()
+        level = self.levels[k]
+        row[spec.WEIGHT], row[spec.LEVEL] = block.weight.data_ptr(), 0 if level is None else level.data_ptr()
+        if stage is not None:
+            row[spec.SLOTS], row[spec.TALLY] = stage.slots.data_ptr(), stage.tally.data_ptr()
+            row[spec.CENTRE] = stage.centre.data_ptr()
+        for column, name in enumerate(spec.STATE, spec.MX):
+            row[column] = mine[name].data_ptr() if name in mine else 0
+        if self.for_rule is not None:
+            base, size, far = self.for_rule.data_ptr(), self.for_rule.element_size(), self.for_rule.stride(0)
+            start, bias = self.rule_starts[k]
+            for column, at in zip(
+                range(spec.TO_RULE, spec.ADDRESSES), (start, bias, far + start, far + bias), strict=True
+            ):
+                row[column] = base + size * at
+        return row
+
+    def _buffer(self, p: Tensor) -> Tensor:
+        """The momentum buffer of `p`, in the memory format of `p`."""
+        buffer: Tensor = self.state[p]["momentum_buffer"]
+        if buffer.stride() != p.stride():
+            buffer = self.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
+        return buffer
+
+    def _settings(self) -> Tensor:
+        """The table of settings on the device; a stepsize that is a tensor is put in there, so the host never waits."""
+        lrs = [group["lr"] for group in self.groups]
+        numbers = [0.0 if isinstance(lr, Tensor) else lr for lr in lrs]
+        now = [numbers, *([group.get(name) for name in SETTINGS] for group in self.groups)]
+        there = self.settings.send(now, lambda: settings_table(self.blocks, self.of_block))
+        if not any(isinstance(lr, Tensor) for lr in lrs):
+            return there
+        table = there.clone()
+        rates = [lr.detach().reshape(()).to(table) if isinstance(lr, Tensor) else table.new_full((), lr) for lr in lrs]
+        both = torch.stack([*rates, table.new_zeros(())])[self.group_of]
+        table[:, spec.RATE : spec.BIAS_RATE + 1] = both
+        return table
+
+    # torch rules
+
+    def _rule_rows(self) -> list[tuple[int, int]]:
+        """Distances between rows, and between biases, of what a torch rule sees; finds where each block begins there."""
+        self.rule_starts: list[tuple[int, int]] = []
+        self.rule_total, gaps = 0, []
+        for block in self.blocks:
+            units = block.units
+            columns, biased, start = block.weight.numel() // units, len(block.biases), self.rule_total
+            together = self.rule.fused is None and joint(block)
+            gap = columns + biased if together else columns
+            bias = start + columns if together else start + memory_gap(block.weight.numel())
+            self.rule_starts.append((start, bias))
+            self.rule_total = start + memory_gap(units * gap) if together else bias + memory_gap(units * biased)
+            gaps.append((gap, gap if together else 1))
+        return gaps
+
+    def stand_ins(self) -> list[list[nn.Parameter]]:
+        """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
+        assert self.for_rule is not None
+        gradients, steps = self.for_rule
+        steps.zero_()
+        found = []
+        for block, (start, bias) in zip(self.blocks, self.rule_starts, strict=True):
+            if joint(block):
+                size = block.units, block.weight.numel() // block.units + len(block.biases)
+                places: list[Any] = [(start, size, (size[1], 1))]
+            else:
+                tensors = zip((start, bias), block.parameters, strict=False)
+                places = [(at, tuple(p.shape), tuple(p.stride())) for at, p in tensors]
+            few = []
+            for at, size, stride in places:
+                q = nn.Parameter(steps.as_strided(size, stride, steps.storage_offset() + at))
+                q.grad = gradients.as_strided(size, stride, at)
+                few.append(q)
+            found.append(few)
+        self.step_views = [[q.detach() for q in few] for few in found]
+        return found
+
+    def take(self, steps: list[list[Tensor]]) -> None:
+        """The steps are where the kernels read them; a rule that has put its step elsewhere has it copied."""
+        for few, own in zip(steps, self.step_views, strict=True):
+            for step, view in zip(few, own, strict=True):
+                if step.data_ptr() != view.data_ptr():
+                    view.copy_(step)
+
+
+@cache
+def kernels() -> dict[str, Launcher]:
+    """The kernels by name."""
+    from . import triton_inputs, triton_rows, triton_units
+
+    rows = [triton_rows.write_gradients, triton_rows.add_up, triton_rows.move]
+    found = [triton_inputs.frame, triton_inputs.commit, triton_units.measure, *rows]
+    return {kernel.__name__: Launcher(kernel) for kernel in found}
+
+
+def inner(block: Block) -> int | None:
+    """The distance in memory between two inputs of a row of the weight; None if units are not rows."""
+    m = block.matrix(block.weight)
+    if m.data_ptr() != block.weight.data_ptr():
+        return None
+    return m.shape[3] if m.is_contiguous() else 1 if m.transpose(2, 3).is_contiguous() else None
+
+
+def pieces(block: Block, units: int, columns: int) -> int:
+    """Into how many rows of their own programs take a row; 1 if it is taken whole, 0 if there is no good way.
+
+    Rows of a layer are taken whole: the guards need sums over all of a row.
+    """
+    if columns <= LONG or units >= FEW:
+        return 1
+    lengths = [n for n in range(PIECE, LEAST - 1, -1) if columns % n == 0] if block.entry is None else []
+    even = [n for n in lengths if n % 8 == 0]
+    return columns // (even or lengths)[0] if lengths else 0
+
+
+def memory_gap(number: int) -> int:
+    """The next multiple of `ALIGNED`.
+
+    >>> memory_gap(17)
+    32
+    """
+    return -(-number // ALIGNED) * ALIGNED
+
+
+def shapes_table(
+    blocks: Sequence[Block], stages: Sequence[Stage | None], rule_rows: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """The table of shapes; `place` fills in where each block's inputs and units begin."""
+    rows, counters = [], 0
+    for block, stage, (gap, bias_gap) in zip(blocks, stages, rule_rows, strict=True):
+        groups, units, inputs, area = block.matrix(block.weight).shape
+        whitened, cut = block.treatment == "whitened", pieces(block, groups * units, inputs * area)
+        row = [0] * spec.SHAPES
+        row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
+        row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if whitened else (1, 0)
+        row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
+        row[spec.SLOT_COUNT] = stage.slot_count if whitened and stage is not None else 0
+        row[spec.COUNTER] = -1 if stage is None else counters
+        counters += stage is not None
+        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = gap // cut, bias_gap
+        row[spec.FLAGS] = (
+            spec.BIASED * bool(block.biases)
+            + spec.WHITENED * whitened
+            + spec.MAXIMIZE * bool(block.group["maximize"])
+            + spec.COUNTED * (stage is not None)
+            + spec.SHARED * (stage is not None and block.treatment != "plain")
+            + spec.PLAIN * (block.entry is None)
+        )
+        rows.append(row)
+    return rows
+
+
+def place(shapes: list[list[int]]) -> tuple[int, int]:
+    """Let each block's inputs begin at a multiple of 8, and its units after those of the block before; the totals."""
+    width = total = 0
+    for row in shapes:
+        row[spec.BASE], width = width, width + -(-row[spec.ALL_INPUTS] // 8) * 8
+        row[spec.START], total = total, total + row[spec.UNITS]
+    return width, total
+
+
+# what the table of settings depends on, beside lr
+SETTINGS = (
+    "maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_lr", "plain_at",
+)  # fmt: skip
+
+
+def settings_table(blocks: Sequence[Block], stages: Sequence[Stage | None]) -> list[list[float]]:
+    """The table of settings; a stepsize that is a tensor on another device is 0."""
+    rows = []
+    for block, stage in zip(blocks, stages, strict=True):
+        group, row = block.group, [0.0] * spec.SETTINGS
+        for column, decay_column, own in zip(
+            (spec.RATE, spec.BIAS_RATE), (spec.DECAYED, spec.BIAS_DECAYED), block.param_groups, strict=False
+        ):
+            lr = own["lr"]
+            row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
+            row[decay_column] = own["weight_decay"]
+        tau, declared = group.get("fresh_max"), group.get("sharing")
+        row[spec.RATIO] = plain_share(group) if block.uses_plain_lr else 1.0
+        row[spec.RADIUS] = torch.inf if stage is None or group["trust"] is None else group["trust"]
+        row[spec.DAMPING], row[spec.TAU] = group.get("damping", 0.0), torch.inf if tau is None else tau
+        row[spec.MEMORY], row[spec.EPS] = group.get("decay", 0.0), group.get("eps", 0.0)
+        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else group.get("damping", 0.0)
+        row[spec.DECLARED] = torch.nan if declared is None else declared
+        row[spec.FAN_IN] = float(block.fan_in) if stage is not None and block.treatment != "plain" else 1.0
+        rows.append(row)
+    return rows
+
+
+def gradient_like(p: Tensor) -> Tensor:
+    """A parameter's gradient in the parameter's own dtype and layout: itself, in most cases."""
+    grad = p.grad
+    assert grad is not None
+    plain = grad.dtype == p.dtype and grad.stride() == p.stride() and grad.shape == p.shape
+    if plain and type(grad) is Tensor and not (grad.is_neg() or grad._is_zerotensor()):
+        return grad
+    found = torch.empty_like(p)
+    found.copy_(grad)  # of a subclass, it may give one of that subclass, which has no memory of its own
+    return found

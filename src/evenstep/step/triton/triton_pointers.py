@@ -1,15 +1,10 @@
 # ruff: noqa: D103
-"""Addresses from tables as pointers, for the Triton code of `kernels.step`."""
+"""Addresses from tables as pointers."""
 
 import triton
 import triton.language as tl
 
-from . import tables
-
-ADDRESSES = tl.constexpr(tables.ADDRESSES)  # columns of the tables
-SHAPES = tl.constexpr(tables.SHAPES)
-SETTINGS = tl.constexpr(tables.SETTINGS)
-SIZES = ("width", "units", "blocks")  # that kernels are not built anew for
+SIZES = ("width", "units", "blocks")  # arguments whose value does not make Triton build a kernel anew
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-# ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
-"""The Triton code of `kernels.step` with one program for each unit, along its row of weights: sums, then motion.
+# ruff: noqa: D103, E501, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
+"""The Triton code of a step with one program for each unit, along its row of weights: sums, then motion.
 
-Where a rule of torch's gives the steps (`GIVEN`), it is shown the gradients first, and both take its steps for them.
+Where a rule of torch's gives the steps (`EXTERNAL`), it is shown the gradients first, and both take its steps for them.
 Rows are read and written four numbers at a time where all of them lie evenly (`EVEN`), which the compiler must see.
 Others take half as many at a time: were the numbers the same, threads would have four neighbours each there, too, and
 read them one by one.
@@ -10,7 +10,8 @@ read them one by one.
 import triton
 import triton.language as tl
 
-from .triton_pointers import ADDRESSES, SETTINGS, SHAPES, SIZES, floats, pointer
+from .. import spec
+from .triton_pointers import SIZES, floats, pointer
 
 
 @triton.jit
@@ -19,20 +20,24 @@ def all_sums(a, b, c, d, e, f, a2, b2, c2, d2, e2, f2):
 
 
 @triton.jit
-def row_of(unit, p, s, beta, width, GIVEN: tl.constexpr, KIND: tl.constexpr):
-    flags, row = tl.load(s + 6), unit - tl.load(s + 5)
-    columns, inputs, inner = tl.load(s).to(tl.int32), tl.load(s + 1).to(tl.int32), tl.load(s + 2).to(tl.int32)
-    moving = (flags & 2) != 0
-    base = tl.load(s + 4) + tl.where(moving, row // tl.load(s + 3) * inputs, 0)
+def row_of(unit, p, s, beta, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr):
+    flags, row = tl.load(s + spec.FLAGS), unit - tl.load(s + spec.START)
+    columns, inputs, inner = (
+        tl.load(s + spec.COLUMNS).to(tl.int32),
+        tl.load(s + spec.INPUTS).to(tl.int32),
+        tl.load(s + spec.INNER).to(tl.int32),
+    )
+    moving = (flags & spec.WHITENED) != 0
+    base = tl.load(s + spec.BASE) + tl.where(moving, row // tl.load(s + spec.PER_GROUP) * inputs, 0)
     inputs = tl.where(moving, inputs, columns)
-    weight, grad, buffer = tl.load(p), tl.load(p + 1), tl.load(p + 2)
+    weight, grad, buffer = tl.load(p + spec.WEIGHT), tl.load(p + spec.GRAD), tl.load(p + spec.BUFFER)
     apart = columns
-    if GIVEN:
-        grad, apart = tl.load(p + 17), tl.load(s + 12).to(tl.int32)
+    if EXTERNAL:
+        grad, apart = tl.load(p + spec.FROM_RULE), tl.load(s + spec.RULE_ROW).to(tl.int32)
     even = (((weight | grad | buffer) % 16) == 0) & (inner == 1) & (columns % 8 == 0) & (inputs % 8 == 0)
-    if GIVEN:
+    if EXTERNAL:
         even = even & (apart % 8 == 0)
-    scale = tl.where((flags & 8) != 0, -1.0, 1.0) * tl.load(beta)
+    scale = tl.where((flags & spec.MAXIMIZE) != 0, -1.0, 1.0) * tl.load(beta)
     weight, grad, buffer = pointer(weight, KIND), pointer(grad, KIND), pointer(buffer, KIND)
     lies = row, columns, apart, inputs, inner, base, width, weight, grad, buffer
     return flags, moving, row, scale, even, lies
@@ -60,9 +65,9 @@ def input_at(column, columns, inputs, inner, EVEN: tl.constexpr):
 
 
 @triton.jit
-def on_v_at(grad, c, here, scale, alpha, shift, u, GIVEN: tl.constexpr):
+def on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL: tl.constexpr):
     found = tl.load(grad + c, mask=here, other=0.0).to(tl.float32)
-    if not GIVEN:
+    if not EXTERNAL:
         found = scale * alpha * found - shift * u
     return found
 
@@ -77,9 +82,9 @@ def projected(lies, vectors, scale, BLOCK: tl.constexpr):
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
         i = base + input_at(c, columns, inputs, inner, False)
-        alpha = tl.load(vectors + width + i, mask=here, other=0.0)
-        u = alpha * tl.load(vectors + i, mask=here, other=0.0)
-        fresh = tl.load(vectors + 3 * width + i, mask=here, other=0.0)
+        alpha = tl.load(vectors + spec.ALPHA * width + i, mask=here, other=0.0)
+        u = alpha * tl.load(vectors + spec.MU * width + i, mask=here, other=0.0)
+        fresh = tl.load(vectors + spec.FRESH * width + i, mask=here, other=0.0)
         along += scale * alpha * u * tl.load(grad + c, mask=here, other=0.0).to(tl.float32)
         lengths += u * u
         bents += alpha * alpha * fresh * u * u
@@ -90,7 +95,7 @@ def projected(lies, vectors, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def show_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def write_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     columns, inputs, inner, base, width, _, grad, _ = lying(lies, EVEN)
     if EVEN:
         to = tl.multiple_of(to, 16)
@@ -99,8 +104,8 @@ def show_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK:
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
         i, known = base + input_at(c, columns, inputs, inner, EVEN), here & moving
-        alpha = tl.load(vectors + width + i, mask=known, other=1.0)
-        u = alpha * tl.load(vectors + i, mask=known, other=0.0)
+        alpha = tl.load(vectors + spec.ALPHA * width + i, mask=known, other=1.0)
+        u = alpha * tl.load(vectors + spec.MU * width + i, mask=known, other=0.0)
         value = tl.load(grad + c, mask=here, other=0.0).to(tl.float32)
         bad += tl.where(value - value == 0, 0.0, 1.0)
         tl.store(to + c, scale * alpha * value - shift * u, mask=here)
@@ -108,40 +113,40 @@ def show_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK:
 
 
 @triton.jit(do_not_specialize=SIZES)
-def show(
+def write_gradients(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, AHEAD: tl.constexpr, PROJECT: tl.constexpr,
-    GIVEN: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
-    p, s = addresses + block * ADDRESSES, shapes + block * SHAPES
+    p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
     flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, False, KIND)
-    apart = tl.load(s + 12)
-    even = even & ((tl.load(p + 15) % 16) == 0) & (apart % 8 == 0)
+    apart = tl.load(s + spec.RULE_ROW)
+    even = even & ((tl.load(p + spec.TO_RULE) % 16) == 0) & (apart % 8 == 0)
     shift = 0.0
     bad = 0.0
-    if (flags & 1) != 0:
-        shift = scale * tl.load(pointer(tl.load(p + 4), KIND) + row).to(tl.float32)
+    if (flags & spec.BIASED) != 0:
+        shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
         bad = tl.where(shift - shift == 0, 0.0, 1.0)
-        tl.store(pointer(tl.load(p + 16), KIND) + row * tl.load(s + 13), shift)
+        tl.store(pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW), shift)
     if PROJECT:
-        if (flags & 3) == 2:
+        if (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED:
             _, _, _, shift = projected(lies, vectors, scale, HALF)
-    to = pointer(tl.load(p + 15), KIND) + row * apart
+    to = pointer(tl.load(p + spec.TO_RULE), KIND) + row * apart
     if even:
-        bad += show_row(lies, moving, scale, shift, vectors, to, True, BLOCK)
+        bad += write_row(lies, moving, scale, shift, vectors, to, True, BLOCK)
     else:
-        bad += show_row(lies, moving, scale, shift, vectors, to, False, HALF)
-    tl.store(sums + unit, tl.where(bad > 0, float("inf"), 0.0))
+        bad += write_row(lies, moving, scale, shift, vectors, to, False, HALF)
+    tl.store(sums + spec.GRAD2 * units + unit, tl.where(bad > 0, float("inf"), 0.0))
 
 
 @triton.jit
 def row_sums(
     lies, moving, scale, shift, vectors,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, AHEAD: tl.constexpr, PROJECT: tl.constexpr,
-    GIVEN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns, inputs, inner, base, width, weight, grad, buffer = lying(lies, EVEN)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
@@ -154,17 +159,17 @@ def row_sums(
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
         i, known = base + input_at(c, columns, inputs, inner, EVEN), here & moving
-        mu = tl.load(vectors + i, mask=known, other=0.0)
-        alpha = tl.load(vectors + width + i, mask=known, other=1.0)
-        spread = tl.load(vectors + 2 * width + i, mask=known, other=1.0)
-        fresh = tl.load(vectors + 3 * width + i, mask=known, other=1.0)
+        mu = tl.load(vectors + spec.MU * width + i, mask=known, other=0.0)
+        alpha = tl.load(vectors + spec.ALPHA * width + i, mask=known, other=1.0)
+        spread = tl.load(vectors + spec.SPREAD * width + i, mask=known, other=1.0)
+        fresh = tl.load(vectors + spec.FRESH * width + i, mask=known, other=1.0)
         u = alpha * mu
-        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, GIVEN)
+        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
         d = on_v
         if HAS_MOMENTUM:
             held = MOMENTUM * tl.load(buffer + c, mask=here, other=0.0).to(tl.float32) + on_v
             d = held
-            if AHEAD:
+            if NESTEROV:
                 d = on_v + MOMENTUM * held
         squares += on_v * on_v
         step = alpha * d
@@ -181,67 +186,69 @@ def row_sums(
 @triton.jit(do_not_specialize=SIZES)
 def add_up(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, AHEAD: tl.constexpr, PROJECT: tl.constexpr,
-    GIVEN: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
-    p, s = addresses + block * ADDRESSES, shapes + block * SHAPES
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, GIVEN, KIND)
+    p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, EXTERNAL, KIND)
     shift = 0.0
     direction = 0.0
     level = 0.0
-    if tl.load(p + 3) != 0:
-        level = tl.load(pointer(tl.load(p + 3), KIND) + row).to(tl.float32)
-    if GIVEN:
-        if (flags & 1) != 0:
-            direction = tl.load(pointer(tl.load(p + 18), KIND) + row * tl.load(s + 13)).to(tl.float32)
-    elif (flags & 1) != 0:
-        shift = scale * tl.load(pointer(tl.load(p + 4), KIND) + row).to(tl.float32)
+    if tl.load(p + spec.LEVEL) != 0:
+        level = tl.load(pointer(tl.load(p + spec.LEVEL), KIND) + row).to(tl.float32)
+    if EXTERNAL:
+        if (flags & spec.BIASED) != 0:
+            direction = tl.load(
+                pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+            ).to(tl.float32)
+    elif (flags & spec.BIASED) != 0:
+        shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
         direction = shift
         if HAS_MOMENTUM:
-            held = MOMENTUM * tl.load(pointer(tl.load(p + 5), KIND) + row).to(tl.float32) + shift
+            held = MOMENTUM * tl.load(pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row).to(tl.float32) + shift
             direction = held
-            if AHEAD:
+            if NESTEROV:
                 direction = shift + MOMENTUM * held
     square = shift * shift
     if PROJECT:
         kappa = 0.0
         norm2 = 0.0
         bent2 = 0.0
-        if (flags & 3) == 2:
+        if (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED:
             kappa, norm2, bent2, back = projected(lies, vectors, scale, HALF)
-            if not GIVEN:
+            if not EXTERNAL:
                 shift = back
-        tl.store(sums + 8 * units + unit, kappa)
-        tl.store(sums + 9 * units + unit, norm2)
-        tl.store(sums + 3 * units + unit, bent2)
+        tl.store(sums + spec.KAPPA * units + unit, kappa)
+        tl.store(sums + spec.NORM2 * units + unit, norm2)
+        tl.store(sums + spec.BENT2 * units + unit, bent2)
     if even:
         squares, along, stretch, means, lengths, bend = row_sums(
             lies, moving, scale, shift, vectors,
-            MOMENTUM, HAS_MOMENTUM, AHEAD, PROJECT, GIVEN, True, BLOCK,
+            MOMENTUM, HAS_MOMENTUM, NESTEROV, PROJECT, EXTERNAL, True, BLOCK,
         )  # fmt: skip
     else:
         squares, along, stretch, means, lengths, bend = row_sums(
             lies, moving, scale, shift, vectors,
-            MOMENTUM, HAS_MOMENTUM, AHEAD, PROJECT, GIVEN, False, HALF,
+            MOMENTUM, HAS_MOMENTUM, NESTEROV, PROJECT, EXTERNAL, False, HALF,
         )  # fmt: skip
-    tl.store(sums + unit, square + squares)
-    tl.store(sums + units + unit, along)
-    tl.store(sums + 2 * units + unit, stretch)
-    tl.store(sums + 4 * units + unit, level + means)
-    tl.store(sums + 5 * units + unit, lengths)
-    tl.store(sums + 6 * units + unit, direction)
-    tl.store(sums + 7 * units + unit, shift)
+    tl.store(sums + spec.GRAD2 * units + unit, square + squares)
+    tl.store(sums + spec.ALONG * units + unit, along)
+    tl.store(sums + spec.STRETCH * units + unit, stretch)
+    tl.store(sums + spec.MEAN * units + unit, level + means)
+    tl.store(sums + spec.LENGTH2 * units + unit, lengths)
+    tl.store(sums + spec.DIRECTION * units + unit, direction)
+    tl.store(sums + spec.SHIFT * units + unit, shift)
     if PROJECT:
-        tl.store(motion + unit, bend)  # until `measure` reads it
+        tl.store(motion + spec.GAIN * units + unit, bend)  # until `measure` reads it
 
 
 @triton.jit
 def move_row(
     lies, moving, scale, shift, vectors, left, gain, back,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, AHEAD: tl.constexpr, GIVEN: tl.constexpr,
+    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, EXTERNAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns, inputs, inner, base, width, weight, grad, buffer = lying(lies, EVEN)
@@ -249,16 +256,16 @@ def move_row(
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
         i, known = base + input_at(c, columns, inputs, inner, EVEN), here & moving
-        alpha = tl.load(vectors + width + i, mask=known, other=1.0)
-        u = alpha * tl.load(vectors + i, mask=known, other=0.0)
-        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, GIVEN)
+        alpha = tl.load(vectors + spec.ALPHA * width + i, mask=known, other=1.0)
+        u = alpha * tl.load(vectors + spec.MU * width + i, mask=known, other=0.0)
+        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
         w = tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
         d = on_v
         if HAS_MOMENTUM:
             held = MOMENTUM * tl.load(buffer + c, mask=here, other=0.0).to(tl.float32) + on_v
             tl.store(buffer + c, held, mask=here)
             d = held
-            if AHEAD:
+            if NESTEROV:
                 d = on_v + MOMENTUM * held
         tl.store(weight + c, left * w + gain * alpha * (d - back * u), mask=here)
 
@@ -266,37 +273,37 @@ def move_row(
 @triton.jit(do_not_specialize=SIZES)
 def move(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, AHEAD: tl.constexpr, PROJECT: tl.constexpr,
-    GIVEN: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(ok) == 0:
         return
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
-    p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, GIVEN, KIND)
-    shift = tl.load(sums + 7 * units + unit)
-    gain, back = tl.load(motion + unit), tl.load(motion + units + unit)
-    ratio = tl.load(g + 2)
-    left = 1 - tl.load(g) * ratio * tl.load(g + 3)
-    if AHEAD:
+    p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, EXTERNAL, KIND)
+    shift = tl.load(sums + spec.SHIFT * units + unit)
+    gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
+    ratio = tl.load(g + spec.RATIO)
+    left = 1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED)
+    if NESTEROV:
         if row == 0:  # EvenStep's squares have been averaged
-            mass, decay = floats(tl.load(p + 14)), tl.load(g + 8)
+            mass, decay = floats(tl.load(p + spec.SQUARE_MASS)), tl.load(g + spec.MEMORY)
             tl.store(mass, decay * tl.load(mass) + (1 - decay))
-    if (flags & 1) != 0:
-        at = pointer(tl.load(p + 3), KIND) + row
-        left_bias = 1 - tl.load(g + 1) * ratio * tl.load(g + 4)
-        tl.store(at, tl.load(at).to(tl.float32) * left_bias + tl.load(motion + 2 * units + unit))
+    if (flags & spec.BIASED) != 0:
+        at = pointer(tl.load(p + spec.LEVEL), KIND) + row
+        left_bias = 1 - tl.load(g + spec.BIAS_RATE) * ratio * tl.load(g + spec.BIAS_DECAYED)
+        tl.store(at, tl.load(at).to(tl.float32) * left_bias + tl.load(motion + spec.BIAS_STEP * units + unit))
         if HAS_MOMENTUM:
-            at = pointer(tl.load(p + 5), KIND) + row
+            at = pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row
             tl.store(at, MOMENTUM * tl.load(at).to(tl.float32) + shift)
     if even:
         move_row(
             lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, HAS_MOMENTUM, AHEAD, GIVEN, True, BLOCK,
+            MOMENTUM, HAS_MOMENTUM, NESTEROV, EXTERNAL, True, BLOCK,
         )  # fmt: skip
     else:
         move_row(
             lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, HAS_MOMENTUM, AHEAD, GIVEN, False, BLOCK // 2,
+            MOMENTUM, HAS_MOMENTUM, NESTEROV, EXTERNAL, False, BLOCK // 2,
         )  # fmt: skip

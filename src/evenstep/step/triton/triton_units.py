@@ -1,5 +1,5 @@
-# ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
-"""The Triton code of `kernels.step` along the units of a layer: how far each may move.
+# ruff: noqa: D103, E501, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
+"""The Triton code of a step along the units of a layer: how far each may move.
 
 Where units do not go by each other, several programs share a block's: embeddings have many.
 """
@@ -7,34 +7,35 @@ Where units do not go by each other, several programs share a block's: embedding
 import triton
 import triton.language as tl
 
-from .triton_pointers import ADDRESSES, SETTINGS, SHAPES, SIZES, floats
+from .. import spec
+from .triton_pointers import SIZES, floats
 
 
 @triton.jit
-def even_scale(average, square, mean, eps, one):
+def unit_scale(average, square, mean, eps, one, TINY: tl.constexpr):
     under = tl.maximum(average, square) + mean + eps
-    clear = under > 1.1754943508222875e-38
+    clear = under > TINY
     return tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
 
 
 @triton.jit
 def measure_pieces(
-    u, pieces, sums, motion, squares, units, kept, rate, eps, one, good, BLOCK: tl.constexpr
+    u, pieces, sums, motion, squares, units, kept, rate, eps, one, good, TINY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     square = tl.zeros([BLOCK], dtype=tl.float32)
     length2 = tl.zeros([BLOCK], dtype=tl.float32)
     for begin in range(0, pieces, BLOCK):
         j = begin + tl.arange(0, BLOCK)
         square += tl.load(sums + u * pieces + j, mask=j < pieces, other=0.0)
-        length2 += tl.load(sums + 5 * units + u * pieces + j, mask=j < pieces, other=0.0)
+        length2 += tl.load(sums + spec.LENGTH2 * units + u * pieces + j, mask=j < pieces, other=0.0)
     whole, old = tl.sum(square, 0), tl.load(squares + u)
     average = old + kept * (whole - old)
-    step = rate * even_scale(average, whole, 0.0, eps, one) * tl.maximum(tl.sqrt(tl.sum(length2, 0)), 1.0)
+    step = rate * unit_scale(average, whole, 0.0, eps, one, TINY) * tl.maximum(tl.sqrt(tl.sum(length2, 0)), 1.0)
     for begin in range(0, pieces, BLOCK):
         j = begin + tl.arange(0, BLOCK)
         to = motion + u * pieces + j
-        tl.store(to, tl.zeros([BLOCK], dtype=tl.float32) - step, mask=j < pieces)
-        tl.store(to + units, tl.zeros([BLOCK], dtype=tl.float32), mask=j < pieces)
+        tl.store(to + spec.GAIN * units, tl.zeros([BLOCK], dtype=tl.float32) - step, mask=j < pieces)
+        tl.store(to + spec.BACK * units, tl.zeros([BLOCK], dtype=tl.float32), mask=j < pieces)
     if good:
         tl.store(squares + u, average)
 
@@ -42,27 +43,36 @@ def measure_pieces(
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
-    EVEN: tl.constexpr, GIVEN: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, PROJECT: tl.constexpr,
-    TURNS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, LEAST: tl.constexpr, TINY: tl.constexpr, PROJECT: tl.constexpr,
+    SWEEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    p, s, g = addresses + block * ADDRESSES, shapes + block * SHAPES, settings + block * SETTINGS
-    start, count, flags = tl.load(s + 5), tl.load(s + 7).to(tl.int32), tl.load(s + 6)
+    p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
+    start, count, flags = tl.load(s + spec.START), tl.load(s + spec.UNITS).to(tl.int32), tl.load(s + spec.FLAGS)
     good = tl.load(ok) != 0
-    rate, bias_rate = tl.load(g) * tl.load(g + 2), tl.load(g + 1) * tl.load(g + 2)
-    if GIVEN:  # the rule has its own, and has made steps of directions
+    rate, bias_rate = (
+        tl.load(g + spec.RATE) * tl.load(g + spec.RATIO),
+        tl.load(g + spec.BIAS_RATE) * tl.load(g + spec.RATIO),
+    )
+    if EXTERNAL:  # the rule has its own, and has made steps of directions
         rate, bias_rate = -1.0, -1.0
-    beta, radius, damping = tl.load(layers + block), tl.load(g + 5), tl.load(g + 10)
+    beta, radius, damping = (
+        tl.load(layers + spec.BETA * blocks + block),
+        tl.load(g + spec.RADIUS),
+        tl.load(g + spec.UNIT_DAMPING),
+    )
     together = (radius < float("inf")) | (damping > 0)  # units go by each other: one program for all of them
     if together & (part > 0):
         return
     parts = tl.where(together, 1, parts)
-    squares = floats(tl.load(p + 13))
+    squares = floats(tl.load(p + spec.SQUARE))
     kept = 0.0
     mean = 0.0
-    if EVEN:
-        decay = tl.load(g + 8)
-        mass = decay * tl.load(floats(tl.load(p + 14))) + (1 - decay)  # kept by `move`: other programs read it here
+    if UNIT_SCALE:
+        decay = tl.load(g + spec.MEMORY)
+        mass = decay * tl.load(floats(tl.load(p + spec.SQUARE_MASS))) + (
+            1 - decay
+        )  # kept by `move`: other programs read it here
         kept = (1 - decay) / mass
         if damping > 0:
             total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -70,14 +80,14 @@ def measure(
                 j = begin + tl.arange(0, BLOCK)
                 here = j < count
                 old = tl.load(squares + j, mask=here, other=0.0)
-                total += old + kept * (tl.load(sums + start + j, mask=here, other=0.0) - old)
+                total += old + kept * (tl.load(sums + spec.GRAD2 * units + start + j, mask=here, other=0.0) - old)
             mean = damping * tl.sum(total, 0) / count
-        pieces = tl.load(s + 11).to(tl.int32)
+        pieces = tl.load(s + spec.PIECES).to(tl.int32)
         if pieces > 1:  # of rows outside layers, which go by their own sums alone
             for u in range(part, count // pieces, parts):
-                sums_here, motion_here, eps = sums + start, motion + start, tl.load(g + 9)
+                sums_here, motion_here, eps = sums + start, motion + start, tl.load(g + spec.EPS)
                 measure_pieces(
-                    u, pieces, sums_here, motion_here, squares, units, kept, rate, eps, one, good, BLOCK
+                    u, pieces, sums_here, motion_here, squares, units, kept, rate, eps, one, good, TINY, BLOCK
                 )  # fmt: skip
             count = 0
     logs = tl.zeros([BLOCK], dtype=tl.float32)
@@ -85,41 +95,46 @@ def measure(
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     held = tl.zeros([BLOCK], dtype=tl.float32)
     bound2 = radius * radius
-    for turn in tl.static_range(TURNS):
+    for sweep in tl.static_range(SWEEPS):
         for begin in range(part * BLOCK, count, parts * BLOCK):
             j = begin + tl.arange(0, BLOCK)
             here = j < count
             at = sums + start + j
-            along = tl.load(at + units, mask=here, other=0.0)
+            along = tl.load(at + spec.ALONG * units, mask=here, other=0.0)
             scale = beta
-            if EVEN:
-                square, old = tl.load(at, mask=here, other=0.0), tl.load(squares + j, mask=here, other=0.0)
+            if UNIT_SCALE:
+                square, old = (
+                    tl.load(at + spec.GRAD2 * units, mask=here, other=0.0),
+                    tl.load(squares + j, mask=here, other=0.0),
+                )
                 average = old + kept * (square - old)
-                scale = even_scale(average, square, mean, tl.load(g + 9), one)
-                if (flags & 32) != 0:
-                    scale *= tl.maximum(tl.sqrt(tl.load(at + 5 * units, mask=here, other=0.0)), 1.0)
+                scale = unit_scale(average, square, mean, tl.load(g + spec.EPS), one, TINY)
+                if (flags & spec.PLAIN) != 0:
+                    scale *= tl.maximum(tl.sqrt(tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0)), 1.0)
             step = rate * scale
-            bias_step = bias_rate * scale * tl.load(at + 6 * units, mask=here, other=0.0)
+            bias_step = bias_rate * scale * tl.load(at + spec.DIRECTION * units, mask=here, other=0.0)
             back = along * 0.0
             factor = along * 0.0 + 1.0
             if PROJECT:
-                back = tl.load(at + 8 * units, mask=here, other=0.0) * along
+                back = tl.load(at + spec.KAPPA * units, mask=here, other=0.0) * along
             if GUARD:
                 level = bias_step
-                stretch = tl.load(at + 2 * units, mask=here, other=0.0)
+                stretch = tl.load(at + spec.STRETCH * units, mask=here, other=0.0)
                 if PROJECT:
-                    bend = tl.load(motion + start + j, mask=here, other=0.0)
-                    bent2 = tl.load(at + 3 * units, mask=here, other=0.0)
-                    alone = (flags & 3) == 2
+                    bend = tl.load(motion + spec.GAIN * units + start + j, mask=here, other=0.0)
+                    bent2 = tl.load(at + spec.BENT2 * units, mask=here, other=0.0)
+                    alone = (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED
                     level = tl.where(
-                        alone, step * (along - back * tl.load(at + 9 * units, mask=here, other=0.0)), level
+                        alone, step * (along - back * tl.load(at + spec.NORM2 * units, mask=here, other=0.0)), level
                     )
                     stretch = tl.where(alone, tl.maximum(stretch - 2 * back * bend + back * back * bent2, 0.0), stretch)
                 step2 = level * level + step * step * stretch
-                tall = tl.load(at + 4 * units, mask=here, other=0.0)
-                unit2 = tl.maximum(tall * tall + tl.load(at + 5 * units, mask=here, other=0.0), floor * floor)
+                tall = tl.load(at + spec.MEAN * units, mask=here, other=0.0)
+                unit2 = tl.maximum(
+                    tall * tall + tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0), floor * floor
+                )
                 relative2 = step2 / unit2
-                if turn == 0:
+                if sweep == 0:
                     moving = here & (relative2 > 0)
                     logs += tl.where(moving, tl.log(tl.where(moving, relative2, 1.0)), 0.0)
                     moves += tl.where(moving, 1.0, 0.0)
@@ -128,24 +143,24 @@ def measure(
                     over = relative2 > bound2
                     factor = tl.where(over, tl.sqrt(bound2 / tl.where(over, relative2, 1.0)), 1.0)
                     held += tl.where(here & over, 1.0, 0.0)
-            if turn == TURNS - 1:
+            if sweep == SWEEPS - 1:
                 to = motion + start + j
-                tl.store(to, -step * factor, mask=here)
-                tl.store(to + units, back, mask=here)
-                tl.store(to + 2 * units, (step * along - bias_step) * factor, mask=here)
-                if EVEN:
+                tl.store(to + spec.GAIN * units, -step * factor, mask=here)
+                tl.store(to + spec.BACK * units, back, mask=here)
+                tl.store(to + spec.BIAS_STEP * units, (step * along - bias_step) * factor, mask=here)
+                if UNIT_SCALE:
                     if good:
                         tl.store(squares + j, average, mask=here)
         if GUARD:
             if CROWD > 0:
-                if turn == 0:
+                if sweep == 0:
                     number = tl.sum(moves, 0)
                     typical2 = tl.exp(tl.sum(logs, 0) / tl.maximum(number, 1.0))
-                    crowd2 = tl.maximum(CROWD * CROWD * typical2, bound2 / 100)
+                    crowd2 = tl.maximum(CROWD * CROWD * typical2, bound2 * (LEAST * LEAST))
                     bound2 = tl.where(number > 0, tl.minimum(bound2, crowd2), bound2)
-    if (flags & 4) != 0:
-        mine = tl.load(s + 10) * 3
-        raised = tl.where((flags & 2) != 0, tl.load(layers + 3 * blocks + block), 0.0)
+    if (flags & spec.COUNTED) != 0:
+        mine = tl.load(s + spec.COUNTER) * spec.COUNTERS
+        raised = tl.where((flags & spec.WHITENED) != 0, tl.load(layers + spec.RAISED * blocks + block), 0.0)
         stopped = tl.sum(held, 0)
         tl.store(last + mine, raised)
         tl.store(last + mine + 1, stopped)

@@ -1,0 +1,51 @@
+"""The tables that the kernels read: every column, row and flag, named once. The host fills them by these names."""
+
+# columns of the table of addresses, which has one row per block; the last count them
+(
+    WEIGHT, GRAD, BUFFER, LEVEL, BIAS_GRAD, BIAS_BUFFER, SLOTS, TALLY, CENTRE,
+    MX, VX, MASS, SHARING, SQUARE, SQUARE_MASS,
+    TO_RULE, BIAS_TO_RULE, FROM_RULE, BIAS_FROM_RULE,  # gradients for a torch rule, and its steps
+    ADDRESSES,
+) = range(20)  # fmt: skip
+STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the weight, in the order of its columns
+
+# columns of the table of shapes
+(
+    COLUMNS, INPUTS, INNER, PER_GROUP, BASE, START, FLAGS, UNITS,
+    ALL_INPUTS, SLOT_COUNT, COUNTER, PIECES, RULE_ROW, BIAS_RULE_ROW,
+    SHAPES,
+) = range(15)  # fmt: skip
+
+# columns of the table of settings
+(
+    RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU,
+    MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN,
+    SETTINGS,
+) = range(14)  # fmt: skip
+
+# flags in the table of shapes
+BIASED = 1  # its bias trains with it
+WHITENED = 2  # it has moments
+COUNTED = 4  # what the guards do is counted
+MAXIMIZE = 8
+SHARED = 16  # it has a sharing count
+PLAIN = 32  # it is outside layers
+
+# rows of `vectors`: one number per input
+MU, ALPHA, SPREAD, FRESH = range(4)
+VECTORS = 4
+# rows of `batch`: one number per input
+FIRST, SECOND = range(2)
+# rows of `layers`: one number per block
+BETA, SHARE, USABLE, RAISED = range(4)
+LAYERS = 4
+# rows of `sums`: one number per unit; the last three for layers without bias
+GRAD2, ALONG, STRETCH, BENT2, MEAN, LENGTH2, DIRECTION, SHIFT, KAPPA, NORM2 = range(10)
+SUMS = 10
+# rows of `motion`: one number per unit
+GAIN, BACK, BIAS_STEP = range(3)
+MOTION = 3
+# columns of the guards' counters
+COUNTERS = 3
+# the tally of a layer
+ROWS, ZEROS, USES, EXAMPLES = range(4)
