@@ -127,8 +127,8 @@ class Forward(nn.Module):
 
 def attributes():
     """A Linear and its batch norm as attributes, a pair that only a trace of the forward can find."""
-    forward = lambda self, x: self.b(self.bn(self.a(x)))  # noqa: E731
-    return Forward(forward, a=nn.Linear(3, 3), bn=seen(nn.BatchNorm1d(3)), b=normed()).double()
+    bn = seen(nn.BatchNorm1d(3))
+    return Forward(lambda self, x: self.b(self.bn(self.a(x))), a=nn.Linear(3, 3), bn=bn, b=normed()).double()
 
 
 # Inserted, trained, folded
@@ -261,8 +261,10 @@ def test_synchronized_batch_norm_is_folded():
     assert_fold_keeps_the_function(model, torch.randn(4, 3).double())
 
 
-def test_low_precision_rounds_once():
-    model = nn.Sequential(nn.Linear(3, 4).bfloat16(), seen(nn.BatchNorm1d(4)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_rounds_once(dtype):
+    """The batch norm may be float32 or bfloat16 as the layer is."""
+    model = nn.Sequential(nn.Linear(32, 32).bfloat16(), seen(nn.BatchNorm1d(32)).to(dtype))
     layer, bn = copy.deepcopy(model).double()
     fold_batchnorm(model)
     scale = bn.weight / (bn.running_var + bn.eps).sqrt()
@@ -288,7 +290,8 @@ def test_batch_norm_behind_no_layer_of_a_sequential_is_left_to_torch():
     with pytest.warns(UserWarning, match=r"left 'bn' alone.*torch\.nn\.utils\.fusion.*optimization\.fuse"):
         assert_fold_keeps_the_function(model, x)
     assert type(model.bn) is nn.BatchNorm1d and type(model.b[1]) is nn.Identity
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, on import
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it is imported
         from torch.fx.experimental.optimization import fuse
     fused = fuse(model.eval())
     assert not any(isinstance(m, nn.BatchNorm1d) for m in fused.modules())
@@ -395,10 +398,7 @@ NOT_FOLDED = {
     "no batch": (lambda: normed(bn=nn.BatchNorm1d(3)), "'1' (BatchNorm1d) has seen no batch yet"),
     "inserted, no batch": (lambda: insert_batchnorm(linears()), "'0.1' (BatchNorm1d) has seen no batch yet"),
     "not finite": (lambda: changed(normed(), lambda m: m[1].running_mean.fill_(torch.nan)), "that are not finite"),
-    "features": (
-        lambda: normed(bn=seen(nn.BatchNorm1d(4))),
-        "has 4 features; the layer before it needs Ba",
-    ),
+    "features": (lambda: normed(bn=seen(nn.BatchNorm1d(4))), "has 4 features; the layer before it needs BatchNorm1d"),
     "rank": (lambda: normed(bn=seen(nn.BatchNorm2d(3))), "'1' (BatchNorm2d) has 3 features; the layer before it needs"),
     "own forward": (lambda: normed(bn=seen(OwnNorm(3))), "'1' (OwnNorm) has a forward of its own"),
     "hook": (lambda: changed(normed(), lambda m: m[1].register_forward_pre_hook(print)), "(BatchNorm1d) has a forward"),
@@ -468,36 +468,37 @@ def losses(model, optimizer, x, y, steps):
     return found
 
 
-def test_training_goes_on_after_folding_with_a_new_optimizer():
+@pytest.mark.parametrize("way", ["built anew", "refreshed", "given the new bias"])
+def test_training_goes_on_after_folding(way):
     x, y = small_task()
     model = small_net()
-    losses(model, evenstep.WhitenedSGD(model, lr=0.1), x, y, 20)
-    fold_batchnorm(model)
-    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
-    assert {row.parameter for row in optimizer.coverage() if row.treatment == "whitened"} == set(model.state_dict())
-    after = losses(model, optimizer, x, y, 40)
-    assert after[-1] < 0.8 * after[0]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_training_goes_on_after_folding_with_the_same_optimizer(whole):
-    """One built from parameters is given the new bias; after refresh(), all parameters are trained."""
-    x, y = small_task()
-    model = small_net()
-    optimizer = evenstep.WhitenedSGD(model if whole else model.named_parameters(), lr=0.1, model=model)
+    parameters = model.named_parameters() if way == "given the new bias" else model
+    optimizer = evenstep.WhitenedSGD(parameters, lr=0.1, model=model)
     losses(model, optimizer, x, y, 20)
     fold_batchnorm(model)
-    if not whole:
+    if way == "given the new bias":
         optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
-    optimizer.refresh()
-    if whole:
-        assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())
-        evenstep.WhitenedSGD(model, lr=0.1).load_state_dict(optimizer.state_dict())
-        assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
+    if way == "built anew":
+        optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    else:
+        optimizer.refresh()
+    assert {row.parameter for row in optimizer.coverage() if row.treatment == "whitened"} == set(model.state_dict())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     after = losses(model, optimizer, x, y, 40)
     assert after[-1] < 0.8 * after[0]
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_refreshed_optimizer_is_saved_like_a_new_one():
+    x, y = small_task()
+    model = small_net()
+    optimizer = evenstep.WhitenedSGD(model, lr=0.1)
+    losses(model, optimizer, x, y, 2)
+    fold_batchnorm(model)
+    optimizer.refresh()
+    assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
+    evenstep.WhitenedSGD(model, lr=0.1).load_state_dict(optimizer.state_dict())
 
 
 def test_hooks_of_an_attached_optimizer_do_not_prevent_folding():
