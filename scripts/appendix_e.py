@@ -1,9 +1,9 @@
-"""App. E on the deep net: batch norm for one epoch, folded, then ours; against batch norm throughout.
+"""App. E on the deep net: batch norm for one epoch, folded, then UnitStep or whitening; against batch norm throughout.
 
     python scripts/appendix_e.py --data DIR --out FILE.jsonl [--device cuda]
 
-Linear decay; the training loss is that of a full sweep after each epoch; each run has the device to itself. The
-same experiment on an AlexNet-like network is `python -m evenstep.lab.reproduce fig3`.
+The training loss is measured by a full sweep after each epoch. Runs follow one another, so that seconds can be
+compared. `python -m evenstep.lab.reproduce fig3` is the same experiment on an AlexNet-like network.
 """
 
 import argparse

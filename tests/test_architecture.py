@@ -27,7 +27,6 @@ ORDER = [  # a package or file imports what stands before it alone
     "torch_optimizer",
     "optimizers",
     "whitened",
-    "wiring",
     "batchnorm",
     "monitor",
     "__init__",

@@ -1,33 +1,66 @@
-"""Batch norm first, then without it (App. E): insert it after a model's layers, train, fold it into their weights.
+"""Train with batch norm first, then without it (App. E): insert it behind layers, train, fold it into their weights.
 
-Everything is checked before anything is changed: an error leaves the model as it was.
+Both functions check everything before they change anything: an error leaves the model unchanged.
 """
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from .math.moments import accumulation_dtype
-from .model.layers import KINDS, AttentionKind, LayerKind, kind_of
-from .model.survey import lookup
+from .model.layers import LayerKind, kind_of
+from .model.survey import join, lookup
+from .parallel.dtensor import sharded
 from .statistics.hooks import Inert, Watch
-from .wiring import Wiring, listed
 
-LAYERS = tuple(cls for cls, kind in KINDS.items() if not isinstance(kind, AttentionKind))
+LAYERS = (nn.Linear, _ConvNd)  # transposed convolutions are _ConvNd, too
 NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # by the layer's spatial dimensions
 CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+TORCH_FOLDS = (
+    "Of a model in eval mode, torch folds one pair (torch.nn.utils.fusion: fuse_conv_bn_eval, fuse_linear_bn_eval) or "
+    "all that torch.fx can trace (torch.fx.experimental.optimization.fuse); both return copies."
+)
+
+
+class BatchNormed(nn.Sequential):
+    """A layer and the batch norm inserted behind it; `path` is the layer's path in the model, for messages."""
+
+    path: str = ""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Takes the layer's arguments, such as a ConvTranspose's output_size."""
+        layer, bn = self
+        if isinstance(layer, nn.Linear):
+            input = two_dimensional(input, self.path)
+        out: Tensor = bn(layer(input, *args, **kwargs))
+        return out
+
+
+def two_dimensional(x: Tensor, path: str) -> Tensor:
+    """Check the input of a Linear: in [batch, time, features] batch norm would normalize over the wrong dimension."""
+    if x.dim() != 2:
+        raise ValueError(
+            f"insert_batchnorm: layer '{path}' (Linear) must see [batch, features] to be followed by batch norm; got "
+            f"an input of shape {list(x.shape)}. Leave it out: insert_batchnorm(model, skip=['{path}'])."
+        )
+    return x
+
+
+fx.wrap("two_dimensional")  # so that torch.fx can trace an inserted model: its symbols have no shape to check
 
 
 def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module:
-    """Insert batch norm after every Conv, ConvTranspose and Linear but the last, in place; returns the model.
+    """Insert batch norm behind every Conv, ConvTranspose and Linear but the last, in place; returns the model.
 
-    `skip` leaves out further layers, by patterns on their paths. Each layer becomes `BatchNormed(layer, bn)` at its
-    place, until `fold_batchnorm` puts it back. Build the optimizer afterwards, or give it the new parameters with
+    `skip` leaves out further layers, by patterns on their paths. `BatchNormed(layer, bn)` replaces each layer until
+    `fold_batchnorm` puts the layer back. Build the optimizer afterwards, or add the new parameters to it with
     `opt.add_param_group`.
 
     >>> insert_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))[0]
@@ -37,82 +70,85 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
     )
     """
     chosen = choose({path: m for path, m in model.named_modules() if isinstance(m, LAYERS)}, skip)
-    wiring = wiring_of(model)
-    reasons = {layer: why_no_place(wiring, path, layer) or why_no_host(wiring, layer) for path, layer in chosen.items()}
-    refuse("insert_batchnorm: these layers cannot have batch norm; leave them out with skip=", wiring, reasons)
+    pairs, others = batch_norms(model)
+    normed, names = {pair.layer_path: path for path, pair in pairs.items()}, all_names(model)
+    reasons = {path: why_no_place(model, path, normed) or why_unfit(m, names) for path, m in chosen.items()}
+    refuse("insert_batchnorm: these layers cannot have batch norm; leave them out with skip=", model, reasons)
+    if others:
+        warnings.warn(
+            f"insert_batchnorm: cannot tell which layers the model's own batch norm {listed(others)} follows. Leave "
+            "those layers out with skip=, or they will be normalized twice.",
+            stacklevel=2,
+        )
     for path, layer in chosen.items():
-        weight, (_, norm) = layer.get_parameter("weight"), kind_and_norm(layer)
-        pair = BatchNormed(layer, norm(units(layer), device=weight.device, dtype=weight.dtype))
+        weight = layer.get_parameter("weight")
+        norm = norm_for(layer)(units(layer), device=weight.device, dtype=weight.dtype)
+        pair = BatchNormed(layer, norm)
         pair.path = path
         put(model, path, pair.train(layer.training))
     return model
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:
-    """Fold every batch norm into the layer directly before it, in place; returns the model.
+    """Fold batch norm into the weights of the layer directly before it, in place; returns the model.
 
     w ← s·w,   b ← s·(b − mean) + β,   s = γ / √(var + eps), per unit
 
-    with the running statistics: the same function as in eval mode, to rounding. The mode is kept, and so are names:
-    what `insert_batchnorm` inserted is taken out, any other batch norm becomes nn.Identity().
+    with the running statistics: the model computes the same function as in eval mode, to rounding, and keeps its mode.
+    What `insert_batchnorm` inserted is taken out. Batch norm directly behind a Conv, ConvTranspose or Linear in a plain
+    nn.Sequential becomes nn.Identity(). Any other batch norm is left alone, with a warning.
 
-    What a batch norm follows is read from a torch.fx trace of the model in eval mode; where there is none, from an
-    nn.Sequential that is called as a whole. Forward hooks of others on either are refused. Shapes are not known: a
-    BatchNorm1d after a Linear is taken to see [batch, features].
+    Two things cannot be checked. An nn.Sequential must be called as a whole: a forward that calls its layer alone would
+    see the folded weights. A BatchNorm1d behind a Linear in an nn.Sequential must see [batch, features].
 
-    Weights stay the same objects. Build the optimizer anew, or tell one that was built from the model with
-    `opt.refresh()`; it then drops the batch norm's parameters and takes biases that were missing.
-    One that was built from parameters must be given those with `opt.add_param_group`.
+    Weights stay the same objects. Call `opt.refresh()` on an optimizer that was built from the model: it drops the
+    batch norm's parameters and takes over new biases. An optimizer that was built from parameters must be given the new
+    biases with `opt.add_param_group`.
     """
-    norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    if not norms:
-        raise ValueError(f"fold_batchnorm: this {type(model).__name__} has no BatchNorm1d, 2d or 3d to fold.")
-    if isinstance(model, BatchNormed):
-        raise ValueError("fold_batchnorm: this is one layer with its batch norm; give the model that holds it.")
-    same_mode(norms)
-    wiring = wiring_of(model)
-    reasons = {bn: why_unfixed(bn) or wiring.why_shared(bn) or why_apart(wiring, bn) for bn in norms.values()}
-    refuse("fold_batchnorm: these batch norms cannot be folded", wiring, reasons)
-    for path, bn in norms.items():
-        layer, parent = wiring.sources[bn], path.rpartition(".")[0]
-        absorb(layer, bn)
-        if isinstance(model.get_submodule(parent), BatchNormed):
-            put(model, parent, layer)
+    pairs, others = batch_norms(model)
+    if not pairs or isinstance(model, BatchNormed):
+        raise ValueError(
+            f"fold_batchnorm: {type(model).__name__} must contain a BatchNorm1d, 2d or 3d directly behind a Conv, "
+            "ConvTranspose or Linear, inserted by insert_batchnorm or in an nn.Sequential; got "
+            f"[{listed([*pairs, *others])}]. The model is unchanged. {TORCH_FOLDS}"
+        )
+    reasons = why_unfolded(pairs, all_names(model))
+    refuse("fold_batchnorm: these batch norms cannot be folded", model, reasons)
+    if others:
+        warnings.warn(
+            f"fold_batchnorm: left {listed(others)} alone: not directly behind a Conv, ConvTranspose or Linear in an "
+            f"nn.Sequential. {TORCH_FOLDS}",
+            stacklevel=2,
+        )
+    for path, pair in pairs.items():
+        absorb(pair.layer, pair.bn)
+        if isinstance(pair.parent, BatchNormed):
+            put(model, pair.parent_path, pair.layer)
         else:
-            put(model, path, nn.Identity().train(bn.training))
+            put(model, path, nn.Identity().train(pair.bn.training))
     return model
 
 
-class BatchNormed(nn.Sequential):
-    """A layer and the batch norm inserted after it; `path` is the layer's place in the model, for messages."""
+class Pair(NamedTuple):
+    """A layer and the batch norm directly behind it in `parent`, a BatchNormed or an nn.Sequential."""
 
-    path: str = ""
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Called as the layer is, a ConvTranspose's output_size included."""
-        layer, bn = self
-        if isinstance(layer, nn.Linear):
-            input = two_dimensional(input, self.path)
-        out: Tensor = bn(layer(input, *args, **kwargs))
-        return out
+    layer_path: str
+    layer: nn.Module
+    bn: _BatchNorm
+    parent_path: str
+    parent: nn.Module
 
 
-def two_dimensional(x: Tensor, path: str) -> Tensor:
-    """The input of a Linear under batch norm: of [batch, time, feature] the wrong dimension would be normalized."""
-    if x.dim() != 2:
-        raise ValueError(
-            f"insert_batchnorm: layer '{path}' (Linear) must see [batch, features] to be followed by batch norm; got "
-            f"an input of shape {list(x.shape)}. Leave it out: insert_batchnorm(model, skip=['{path}'])."
-        )
-    return x
-
-
-fx.wrap("two_dimensional")  # a trace has no shapes to look at
-
-
-def wiring_of(model: nn.Module) -> Wiring:
-    """The connections of a model's layers and batch norms."""
-    return Wiring(model, leaves=(*KINDS, _BatchNorm), chains=(nn.Sequential, BatchNormed))
+def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
+    """Each batch norm that can only follow one layer, by path, and the paths of the others."""
+    pairs: dict[str, Pair] = {}
+    for path, parent in model.named_modules():
+        if type(parent).forward in (nn.Sequential.forward, BatchNormed.forward):
+            for (before, layer), (after, bn) in pairwise(parent._modules.items()):
+                if isinstance(layer, LAYERS) and isinstance(bn, _BatchNorm):
+                    pairs[join(path, after)] = Pair(join(path, before), layer, bn, path, parent)
+    known = {pair.bn for pair in pairs.values()}
+    return pairs, [path for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m not in known]
 
 
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
@@ -125,27 +161,48 @@ def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn
     chosen = {p: layer for p, layer in list(layers.items())[:-1] if not any(fnmatchcase(p, s) for s in skip)}
     if not chosen:
         raise ValueError(
-            "insert_batchnorm: no layer to be followed by batch norm: the last Conv or Linear is left out, and what "
-            f"skip= names; got the layers [{listed(layers)}] and skip={list(skip)}."
+            "insert_batchnorm: no layer to be followed by batch norm: the last Conv or Linear and those named in skip= "
+            f"are left out; got the layers [{listed(layers)}] and skip={list(skip)}."
         )
     return chosen
 
 
-def why_no_place(wiring: Wiring, path: str, layer: nn.Module) -> str | None:
-    """Why there is no place for a batch norm after this layer; None if there is."""
-    holder = type(wiring.model.get_submodule(path.rpartition(".")[0]))
-    if issubclass(holder, BatchNormed):
-        return "has batch norm inserted already; fold_batchnorm(model) takes it out"
+def all_names(model: nn.Module) -> dict[int, list[str]]:
+    """Every path of each module and every name of each parameter, by id."""
+    found: dict[int, list[str]] = {}
+    for path, value in (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
+        found.setdefault(id(value), []).append(path)
+    return found
+
+
+def why_no_place(model: nn.Module, path: str, normed: Mapping[str, str]) -> str | None:
+    """Why batch norm cannot be inserted behind the layer at `path`; None if it can."""
+    if path in normed:
+        return f"is already followed by batch norm, '{normed[path]}'"
+    holder = type(model.get_submodule(path.rpartition(".")[0]))
     native = next(cls for cls in holder.__mro__ if cls.__module__.startswith("torch.nn.modules."))
-    if native not in CONTAINERS:
-        return f"belongs to an nn.{native.__name__}, which uses its weight without calling it"
-    sources = wiring.doubted | wiring.sources
-    after = (m for m, source in sources.items() if source is layer and isinstance(m, _BatchNorm))
-    return next((f"is already followed by batch norm, {wiring.where(bn)}" for bn in after), None)
+    return None if native in CONTAINERS else f"belongs to an nn.{native.__name__}, which does not call it"
 
 
-def why_no_host(wiring: Wiring, layer: nn.Module) -> str | None:
-    """Why a batch norm cannot be folded into this layer; None if it can."""
+def why_unfolded(pairs: Mapping[str, Pair], names: Mapping[int, list[str]]) -> dict[str, str | None]:
+    """For each module of a pair, by path, why it cannot be folded; None if it can."""
+    reasons: dict[str, str | None] = {}
+    modes = {pair.bn.training for pair in pairs.values()}
+    for path, (layer_path, layer, bn, parent_path, parent) in pairs.items():
+        if isinstance(parent, BatchNormed):
+            reasons[parent_path] = why_not_alone(parent, names)
+        reasons[layer_path] = why_unfit(layer, names)
+        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names)
+        if not reasons[layer_path] and not reasons[path]:
+            reasons[path] = why_mismatched(layer, bn)
+        if not reasons[path] and len(modes) > 1:
+            mode = "training" if bn.training else "eval"
+            reasons[path] = f"is in {mode} mode, others are not; call model.eval() or model.train() first"
+    return reasons
+
+
+def why_unfit(layer: nn.Module, names: Mapping[int, list[str]]) -> str | None:
+    """Why batch norm cannot be folded into this layer; None if it can."""
     if kind_of(layer) is None:
         return "has a forward of its own"
     for name in ("weight", "bias"):
@@ -154,17 +211,28 @@ def why_no_host(wiring: Wiring, layer: nn.Module) -> str | None:
             return f"has a {name} computed from other parameters (parametrized, normalized or pruned)"
         if isinstance(parameter, UninitializedParameter):
             return f"has a {name} that is not initialized yet; run one forward pass first"
-    return why_hooked(layer) or wiring.why_shared(layer)
+        if parameter is not None and not parameter.is_floating_point():
+            return f"has a {name} of {parameter.dtype}; batch norm needs a real floating-point dtype"
+    return why_not_alone(layer, names)
 
 
-def why_hooked(module: nn.Module) -> str | None:
-    """Whether a hook of others may change what goes into a module, or comes out of it."""
+def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
+    """Why a module cannot be changed by itself: hooked, registered twice, tied or sharded; None if it can."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "has a forward hook; remove it first" if any(not isinstance(h, (Watch, Inert)) for h in hooks) else None
+    if any(not isinstance(hook, (Watch, Inert)) for hook in hooks):  # hooks of evenstep change no output
+        return "has a forward hook; remove it first"
+    if len(names[id(module)]) > 1:
+        return f"is shared: {listed(names[id(module)])} are one module"
+    for name, p in module.named_parameters(recurse=False):
+        if len(names[id(p)]) > 1:
+            return f"has a tied {name}: {listed(names[id(p)])} are one parameter"
+        if sharded(p):
+            return f"has a {name} that is a DTensor; insert or fold batch norm before the model is sharded"
+    return None
 
 
 def why_unfixed(bn: _BatchNorm) -> str | None:
-    """Why this batch norm is not a known scale and shift in eval mode; None if it is."""
+    """Why batch norm is not a known scale and shift in eval mode; None if it is."""
     if type(bn).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return "has a forward of its own"
     if bn.running_mean is None or bn.running_var is None:
@@ -173,61 +241,45 @@ def why_unfixed(bn: _BatchNorm) -> str | None:
         return "has seen no batch yet, so its statistics mean nothing; train first"
     if not (bn.running_mean.isfinite().all() and bn.running_var.isfinite().all()):
         return "has running statistics that are not finite"
-    return why_hooked(bn)
+    return None
 
 
-def why_apart(wiring: Wiring, bn: _BatchNorm) -> str | None:
-    """Why this batch norm does not act on the units of a layer directly before it, and them alone; None if it does."""
-    layer, wanted = wiring.sources.get(bn), "a Conv, ConvTranspose or Linear"
-    if layer is None and bn in wiring.cut:
-        return f"comes after {wiring.cut[bn]}, not directly after {wanted}"
-    if layer is None:
-        why = f"torch.fx cannot trace the model: {wiring.failure}" if wiring.failure else "eval mode does not call it"
-        whole = " that is surely called as a whole" if bn in wiring.doubted else ""
-        return f"does not follow {wanted} in an nn.Sequential{whole}, and {why}"
-    where = f"comes after {wiring.where(layer)}"
-    if not isinstance(layer, LAYERS):
-        return f"{where}, not directly after {wanted}"
-    reason = why_no_host(wiring, layer)
-    if reason:
-        return f"{where}, which {reason}"
-    _, fitting = kind_and_norm(layer)
-    if not isinstance(bn, (fitting, nn.SyncBatchNorm)):
-        return f"{where}, whose units a {fitting.__name__} would normalize"
-    if bn.num_features != units(layer):
-        return f"{where}, which has {units(layer)} units, not {bn.num_features}"
-    reason = wiring.why_not_only(layer, bn)
-    return f"{where}, {reason}" if reason else None
+def why_mismatched(layer: nn.Module, bn: _BatchNorm) -> str | None:
+    """Why batch norm does not act on the units of a layer; None if it does."""
+    fitting, count = norm_for(layer), units(layer)
+    if isinstance(bn, (fitting, nn.SyncBatchNorm)) and bn.num_features == count:
+        return None
+    return f"has {bn.num_features} features; the layer before it needs {fitting.__name__}({count})"
 
 
-def same_mode(norms: Mapping[str, _BatchNorm]) -> None:
-    """All in training mode or all in eval mode: half-way it is not clear which function to keep."""
-    training, evaluated = ([p for p, bn in norms.items() if bn.training is mode] for mode in (True, False))
-    if training and evaluated:
-        raise ValueError(
-            f"fold_batchnorm: {listed(training)} are in training mode, {listed(evaluated)} in eval mode; call "
-            "model.eval() or model.train() first. The model is unchanged."
-        )
-
-
-def refuse(what: str, wiring: Wiring, reasons: Mapping[Any, str | None]) -> None:
-    """Raise with all reasons at once, if there are any."""
-    lines = [f"  {wiring.where(module)} {reason}." for module, reason in reasons.items() if reason]
-    if lines:
+def refuse(what: str, model: nn.Module, reasons: Mapping[str, str | None]) -> None:
+    """Raise all reasons at once, if there are any."""
+    found = [(path, type(model.get_submodule(path)).__name__, reason) for path, reason in reasons.items() if reason]
+    if found:
+        lines = [f"  '{path}' ({cls}) {reason}." for path, cls, reason in found]
         raise ValueError("\n".join([f"{what}. The model is unchanged.", *lines]))
 
 
-def kind_and_norm(layer: nn.Module) -> tuple[LayerKind, type[_BatchNorm]]:
-    """The kind of a layer that is known to have one, and the batch norm that fits it."""
-    kind = kind_of(layer)
-    assert kind is not None
-    return kind, NORMS[getattr(kind, "rank", 0)]
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, quoted."""
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def norm_for(layer: nn.Module) -> type[_BatchNorm]:
+    """The batch norm that fits the output of a layer."""
+    return NORMS[len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0]
 
 
 def units(layer: nn.Module) -> int:
-    """How many units a layer has, over all groups."""
-    kind, _ = kind_and_norm(layer)
-    return kind.matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
+    """The number of a layer's units, of all groups together."""
+    return known_kind(layer).matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
+
+
+def known_kind(layer: nn.Module) -> LayerKind:
+    """The kind of a layer that passed `why_unfit`."""
+    kind = kind_of(layer)
+    assert kind is not None
+    return kind
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -238,10 +290,10 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
-    """Make `layer` compute what `bn` makes of its output in eval mode, in at least float32."""
+    """Make `layer` compute what `bn` makes of its output in eval mode; the arithmetic is at least float32."""
     assert bn.running_mean is not None and bn.running_var is not None
-    (kind, _), weight, bias = kind_and_norm(layer), layer.get_parameter("weight"), lookup(layer, "bias")
-    wide = accumulation_dtype(torch.promote_types(weight.dtype, bn.running_var.dtype))
+    kind, weight, bias = known_kind(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    wide = torch.promote_types(torch.promote_types(weight.dtype, bn.running_var.dtype), torch.float32)
     scale = (bn.running_var.to(wide) + bn.eps).rsqrt()
     if bn.weight is not None:
         scale = scale * bn.weight
