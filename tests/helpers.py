@@ -1,4 +1,4 @@
-"""What several test files share: networks, training loops, comparisons. Tables of optimizers and layers are in cases.py.
+"""Networks, training loops and comparisons that several test files share. Tables of cases are in cases.py.
 
 EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is no GPU.
 """

@@ -1,6 +1,5 @@
 """Kernels against float64, and fused steps against steps block by block."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
