@@ -16,14 +16,14 @@ import torch
 import evenstep
 
 TESTS = Path(__file__).parent
-OF_TESTS, OF_LAB = ["hypothesis", "expecttest"], ["tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna"]
-MISSING = [name for name in [*OF_TESTS, *OF_LAB] if find_spec(name) is None]
+EXTRAS = ["hypothesis", "expecttest", "tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna"]
+MISSING = [name for name in EXTRAS if find_spec(name) is None]
 collect_ignore = ["integrations"]  # needs packages of its own: run by `make test-integrations`
-if MISSING:  # a machine lent for its GPU has few packages: collect the files with GPU tests that can be imported
+if MISSING:  # a machine lent for its GPU has few packages: collect files with GPU tests that import none of these
     texts = {path.name: path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py")}
     imports = [f"{word} {name}" for name in MISSING for word in ("import", "from")]
-    imports += [] if set(MISSING) <= set(OF_TESTS) else ["evenstep.lab"]
-    collect_ignore += [f for f, text in texts.items() if "mark.gpu" not in text or any(i in text for i in imports)]
+    on_gpu = {name for name, text in texts.items() if "mark.gpu" in text or "CPU_AND_GPU" in text}
+    collect_ignore += [f for f, text in texts.items() if f not in on_gpu or any(i in text for i in imports)]
 torch.set_num_threads(1)
 
 if "hypothesis" not in MISSING:

@@ -150,6 +150,17 @@ def test_a_move_to_another_device_and_back_changes_nothing(name, foreach):
 
 
 @some_optimizers
+def test_weights_that_move_in_memory_are_followed(name):
+    both = pair(name)
+    for model, optimizer in both:
+        train(optimizer, model, "cpu", steps=3)
+        for p in model.parameters():
+            p.data = p.data.clone()
+        train(optimizer, model, "cpu", steps=3)
+    assert_same(*both)
+
+
+@some_optimizers
 def test_a_new_dtype_is_followed(name):
     both = pair(name)
     for model, optimizer in both:
