@@ -1,6 +1,7 @@
 """What the tests run over: a row per optimizer, a row per kind of layer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,38 @@ OPTIMIZERS = {
     "weight": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "weight"}),
     "network-unbounded": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "network", "bounded": False}),
     "unit-unbounded": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "unit", "bounded": False}),
+}
+
+# optimizers for `helpers.Net`, at stepsizes that keep rounding small: the fused step serves those written by hand on
+# every device, and torch's rules where there are kernels
+BY_HAND = {
+    "sg": OptimizerCase(evenstep.WhitenedSGD, {"lr": 0.002}),
+    "momentum": OptimizerCase(evenstep.WhitenedSGD, {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.1}),
+    "unguarded": OptimizerCase(evenstep.WhitenedSGD, {"lr": 1e-4, "momentum": 0.9, "trust": None, "fresh_max": None}),
+    "fan-in": OptimizerCase(evenstep.FanInSGD, {"lr": 0.5, "momentum": 0.9, "trust": 0.1}),
+    "even": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "weight_decay": 0.1}),
+    "even-plain": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "momentum": 0.0, "maximize": True}),
+    "even-tight": OptimizerCase(evenstep.UnitStep, {"lr": 0.3, "trust": 0.02, "fresh_max": 0.8}),
+    "even-tensor-lr": OptimizerCase(evenstep.UnitStep, {"lr": torch.tensor(0.03)}),
+}
+ADAMW = {"base": torch.optim.AdamW, "lr": 0.01, "eps": 0.01}  # a large eps: Adam turns rounding errors into full steps
+TORCH_RULES = {
+    "adamw": OptimizerCase(evenstep.Whitened, ADAMW | {"weight_decay": 0.1}),
+    "adamw-tight": OptimizerCase(
+        evenstep.Whitened,
+        ADAMW | {"lr": 0.1, "trust": 0.02, "fresh_max": 0.8, "fan_in_power": 0.25, "maximize": True},
+    ),
+    "adamw-tensor-lr": OptimizerCase(evenstep.Whitened, ADAMW | {"lr": torch.tensor(0.01)}),
+    "muon": OptimizerCase(
+        evenstep.Whitened,
+        {"base": torch.optim.Muon, "lr": 0.02, "plain": partial(torch.optim.Adam, lr=0.01, eps=0.01)},
+    ),
+    "nesterov-joint": OptimizerCase(
+        evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.001, "momentum": 0.9, "nesterov": True, "joint": True}
+    ),
+    "unguarded-rule": OptimizerCase(
+        evenstep.Whitened, {"base": torch.optim.RMSprop, "lr": 1e-3, "eps": 0.1, "trust": None, "fresh_max": None}
+    ),
 }
 
 LAYERS = {

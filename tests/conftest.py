@@ -7,36 +7,56 @@ docs/compatibility.md is made from.
 import json
 import platform
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 import evenstep
 
-collect_ignore = ["integrations"]  # given by name alone: they need packages of their own
+TESTS = Path(__file__).parent
+EXTRAS = ["hypothesis", "expecttest", "tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna"]
+MISSING = [name for name in EXTRAS if find_spec(name) is None]
+collect_ignore = ["integrations"]  # needs packages of its own: run by `make test-integrations`
+if MISSING:  # a machine lent for its GPU has few packages: collect files with GPU tests that import none of these
+    texts = {path.name: path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py")}
+    imports = [f"{word} {name}" for name in MISSING for word in ("import", "from")]
+    on_gpu = {name for name, text in texts.items() if "mark.gpu" in text or "CPU_AND_GPU" in text}
+    collect_ignore += [f for f, text in texts.items() if f not in on_gpu or any(i in text for i in imports)]
 torch.set_num_threads(1)
-settings.register_profile(
-    "evenstep",
-    deadline=None,
-    derandomize=True,
-    max_examples=30,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("evenstep")
+pytest.register_assert_rewrite("helpers")
+
+if "hypothesis" not in MISSING:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "evenstep",
+        deadline=None,
+        derandomize=True,
+        max_examples=30,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("evenstep")
+
+
+def pytest_configure(config):
+    """Make warnings attributed to a module of tests/ errors; where extras are missing, skip the doctests they need."""
+    ours = "|".join(sorted({path.stem for path in TESTS.rglob("*.py")}))
+    config.addinivalue_line("filterwarnings", f"error:::({ours})$")
+    config.option.doctest_ignore_import_errors |= bool(MISSING)
+
+
+def pytest_report_header():
+    """Say when tests are left out."""
+    left_out = len(collect_ignore) - 1
+    return f"{', '.join(MISSING)} not installed: {left_out} test files are not collected" if MISSING else None
 
 
 @pytest.fixture(autouse=True)
 def seed(request):
     """A seed for each test, from its name: fresh numbers for each, the same ones at each run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
-
-
-@pytest.fixture
-def by():
-    """What makes steps on the CPU."""
-    return "torch"
 
 
 def pytest_addoption(parser):

@@ -1,4 +1,4 @@
-"""CUDA graphs: whole training steps are captured and replayed, and no step waits for the device (GPU)."""
+"""CUDA graphs capture and replay whole training steps, and no step waits for the device."""
 
 import copy
 
@@ -11,24 +11,19 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep.math.moments import batch_moments
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # dynamo's own, in torch 2.11
-    pytest.mark.filterwarnings("ignore:.*constructed with capturable=True"),  # torch's rules say so in a warm-up
-]
+pytestmark = pytest.mark.gpu
 COMPILED = ["evenstep", "whitened", "fan-in", "canonical", "unit", "whitened-adamw", "whitened-muon"]
 WATCHED = ["evenstep", "canonical", "whitened-adamw"]
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def rate(case):
-    """A stepsize at which all of them are calm; the paper's canonical coordinates have no damping to rely on."""
+    """A stepsize that is small for every optimizer; the paper's canonical coordinates have no damping to rely on."""
     return case.keywords["lr"] / (10 if case.keywords.get("damping") != 0.0 else 1000)
 
 
 def network():
-    """Batch norm comes behind the ReLU: before it a bias has no gradient but rounding, which Adam takes for one."""
+    """Batch norm comes after the ReLU: a bias right before it has a gradient of rounding alone, which Adam follows."""
     convs = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2, bias=False)]
     return nn.Sequential(*convs, nn.ReLU(), nn.Flatten(), nn.Linear(54, 8), nn.ReLU(), nn.Linear(8, 3)).cuda()
 
@@ -38,7 +33,7 @@ def batches(count):
 
 
 def step(model, forward, optimizer, x):
-    """What is captured: gradients are left where the last replay put them."""
+    """The captured operations; gradients stay where the last replay put them."""
     forward(x).square().mean().backward()
     optimizer.step()
 
@@ -50,7 +45,7 @@ def train(model, forward, optimizer, xs):
 
 
 def captured(model, optimizer, still):
-    """A graph of one whole step on what is in `still`."""
+    """A graph of one whole step on the batch in `still`."""
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
@@ -59,7 +54,7 @@ def captured(model, optimizer, still):
 
 
 def warmed_up(model, optimizer, still, xs):
-    """Steps on a stream of their own, as capture wants them before it."""
+    """Take the steps on a side stream that must come before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -135,14 +130,16 @@ def test_no_step_waits_for_the_device(case, capturable):
         train(model, model, optimizer, xs[3:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), "it did step"
+    assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), (
+        "the steps moved nothing"
+    )
 
 
 @pytest.mark.feature("CUDA graphs")
 @pytest.mark.parametrize(
     "case", [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")], ids=lambda c: c.cls.__name__
 )
-def test_reduce_overhead_watches_the_model_in_its_graphs(case):
+def test_hooks_run_inside_the_graphs_of_reduce_overhead(case):
     eager = network()
     watched = copy.deepcopy(eager)
     xs, lr = batches(8), rate(case)
@@ -154,7 +151,7 @@ def test_reduce_overhead_watches_the_model_in_its_graphs(case):
         torch.compiler.cudagraph_mark_step_begin()
         train(eager, eager, one, [x])
         train(watched, compiled, two, [x])
-    if case.cls is not evenstep.CanonicalSGD:  # whose backward pass writes g², too
+    if case.cls is not evenstep.CanonicalSGD:  # its backward pass writes g² as well
         assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert_same(eager, watched, rtol=5e-3, atol=5e-4)
@@ -168,7 +165,7 @@ def test_reduce_overhead_watches_the_model_in_its_graphs(case):
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
 def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, layout):
-    """One operation for each layer, in as many graphs as without us, and what it adds up is what eager hooks do."""
+    """There is one operation per layer, no more graphs than without evenstep, and the sums are those of eager hooks."""
     eager = network().to(memory_format=layout)
     watched, graphs = copy.deepcopy(eager), []
 
@@ -196,7 +193,7 @@ def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, l
         with torch.no_grad():
             for p, q in zip(eager.parameters(), watched.parameters(), strict=True):
                 q.copy_(p)
-    assert graphs == [4, 4], "the second for batches of any size"
+    assert graphs == [4, 4], "the second graph takes batches of any size"
 
 
 @pytest.mark.feature("compiled step")
@@ -216,7 +213,7 @@ def test_a_compiled_step_on_the_device_is_an_eager_one(case):
     assert_same(eager, compiled, rtol=5e-3, atol=5e-4)
 
 
-def test_a_model_compiled_before_its_optimizer_is_built_is_warned_of():
+def test_a_model_that_was_compiled_before_its_optimizer_gets_a_warning():
     model = network()
     optimizer = evenstep.UnitStep(model)
     optimizer.detach()

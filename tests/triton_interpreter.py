@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
-import test_kernels
+import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layers import Look
@@ -71,7 +71,7 @@ def steps_by_triton():
 def steps(name):
     """Hold steps by the kernels to those of the loop, block by block."""
     steps_by_triton()
-    agree, made = test_kernels.assert_steps_agree, step.TritonStep.__init__
+    agree, made = helpers.assert_steps_agree, step.TritonStep.__init__
     count = 0
 
     def counted(self, *given, **how):
@@ -82,12 +82,12 @@ def steps(name):
     step.TritonStep.__init__ = counted
     for poison in ((), (1,)):
         torch.manual_seed(3)
-        agree(name, test_kernels.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")  # for all that layouts know
+        agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")  # for all that layouts know
     step.SHAPE["measure"] = 1, 16  # so that several programs share the embedding
     tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
-    for shifted in (False, True):
-        net = test_kernels.Net(wide=True, rows=40, long=19 * 24)
-        agree(name, net, "cpu", 1e-3, steps=2, by="torch", shifted=shifted)
+    for misaligned in (False, True):
+        net = helpers.Net(wide=True, rows=40, long=19 * 24)
+        agree(name, net, "cpu", 1e-3, steps=2, by="torch", misaligned=misaligned)
     print(f"{count} steps of {name} agree")
 
 
@@ -95,12 +95,12 @@ def moments_of_all():
     """Hold the moments kernel to float64."""
     moments.serves = lambda x, slots: True
     moments.slots = lambda like, device=None: moments.SLOTS
-    shapes = [*test_kernels.SHAPES, ((6, 5, 2, 3), 1), ((40, 160), 1), ((2, 40, 96), 2)]
+    shapes = [*helpers.SHAPES, ((6, 5, 2, 3), 1), ((40, 160), 1), ((2, 40, 96), 2)]
     kinds = itertools.cycle([torch.float32, torch.bfloat16, torch.float16, torch.float32])  # in turn: it takes time
-    cases = [*itertools.product(shapes, test_kernels.LAYOUTS)]
+    cases = [*itertools.product(shapes, helpers.LAYOUTS)]
     for k, ((shape, dim), lying) in enumerate(cases):
-        x = test_kernels.inputs_like(shape, next(kinds), lying, "cpu")
-        test_kernels.assert_moments_agree(x, dim, add_by_kernel, 32 if k % 5 == 0 else None)
+        x = helpers.inputs_like(shape, next(kinds), lying, "cpu")
+        helpers.assert_moments_agree(x, dim, add_by_kernel, 32 if k % 5 == 0 else None)
     forwards_are_told_apart()
     print(f"{len(cases)} moments agree")
 

@@ -1,0 +1,176 @@
+"""Networks, training loops and comparisons that several test files share. Tables of cases are in cases.py.
+
+EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is no GPU.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from cases import BY_HAND, TORCH_RULES
+from evenstep.math.moments import batch_moments, thinned
+from evenstep.model.layers import Look
+from evenstep.statistics.batch import Stage
+
+GPU = torch.device(os.environ.get("EVENSTEP_GPU", "cuda"))
+CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
+
+
+class Net(nn.Module):
+    """One of each kind of block: biases, none, a frozen one; groups, a norm, an embedding, bare parameters.
+
+    With `wide`, all rows have a multiple of 8 elements.
+    """
+
+    def __init__(self, wide=False, rows=11, long=6):
+        super().__init__()
+        token, first, second, self.maps, maps, last = (16, 24, 32, 8, 16, 16) if wide else (12, 20, 18, 4, 6, 8)
+        self.token = nn.Embedding(rows, token)
+        self.first, self.norm = nn.Linear(token, first, bias=False), nn.LayerNorm(first)
+        self.second, self.frozen = nn.Linear(first, second), nn.Linear(second, 9 * self.maps)
+        self.frozen.bias.requires_grad_(False)
+        self.conv = nn.Conv2d(self.maps, maps, 3, padding=1)
+        self.depth = nn.Conv2d(maps, maps, 3, groups=maps, bias=False)
+        self.grouped, self.last = nn.Conv2d(maps, last, 2, groups=2), nn.Linear(last, 3)
+        self.scale, self.places = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.randn(2, long))
+        for layer in (self.second, self.frozen, self.conv, self.grouped):  # inputs that vary: whitening rounds little
+            nn.init.zeros_(layer.bias)
+            nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
+
+    def forward(self, tokens):
+        x = self.norm(self.first(self.token(tokens)).relu())
+        x = self.frozen(self.second(x).relu()).view(-1, self.maps, 3, 3).relu()
+        x = self.grouped(nn.functional.pad(self.depth(self.conv(x).relu()), (1, 1, 1, 1))).relu().mean((2, 3))
+        places = self.places * torch.linspace(-1, 1, self.places.numel(), device=x.device).view_as(self.places)
+        return self.last(x) * self.scale.sum() + places.mean(1).sum().to(x.dtype)
+
+
+def train(optimizer, model, device, steps=6):
+    """Train a `Net` for some steps."""
+    for step in range(steps):
+        backward(optimizer, model, device, step)
+        optimizer.step()
+
+
+def backward(optimizer, model, device, step):
+    """Compute the gradients of a `Net` for one step; the batch depends on the step's number alone."""
+    tokens = torch.randint(0, 11, (16,), generator=torch.Generator().manual_seed(step)).to(device)
+    loss = (model(tokens) - 1).square().mean() * (3.0 if step == 3 else 1.0)
+    optimizer.zero_grad()
+    loss.backward()
+
+
+def states(optimizer, model):
+    """All tensors of the optimizer's state, by parameter and name."""
+    return {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def fused_by(optimizer):
+    """Which backends step several blocks at once for this optimizer; empty if each block is stepped by itself."""
+    return {layout.by for layout in optimizer._plan.layouts}
+
+
+def misalign(model):
+    """Move each parameter one element further in memory, so that none begins at an aligned address."""
+    for p in model.parameters():
+        p.data = p.new_empty(p.numel() + 1)[1:].view_as(p).copy_(p.data)
+
+
+def assert_steps_agree(name, single, device, close, steps=6, poison=(), by="triton", misaligned=False):
+    """Compare fused steps with steps block by block, for the optimizer of this name in cases.py.
+
+    Each step starts from the same weights, state and gradients, so that rounding does not grow from step to step.
+    Steps in `poison` have a gradient that is NaN.
+    """
+    many = copy.deepcopy(single)
+    if misaligned:
+        misalign(many)
+    case = (BY_HAND | TORCH_RULES)[name]
+    loop, fused = case.build(single, foreach=False), case.build(many)
+    pairs = list(zip(single.named_parameters(), many.parameters(), strict=True))
+    for step in range(steps):
+        for optimizer, model in ((loop, single), (fused, many)):
+            backward(optimizer, model, device, step)
+        for (_, p), q in pairs:
+            if p.grad is not None:
+                q.grad.copy_(p.grad)
+        if step in poison:
+            single.second.weight.grad[0, 0] = many.second.weight.grad[0, 0] = torch.nan
+        before = [p.detach().clone() for (_, p), _ in pairs]
+        loop.step()
+        fused.step()
+        assert not fused_by(loop) and fused_by(fused) == {by}
+        assert_moves_agree(step, pairs, before, close)
+        assert_states_agree(step, states(loop, single), states(fused, many), close)
+        assert loop.nonfinite_steps == fused.nonfinite_steps == sum(k <= step for k in poison)
+    for key, rates in loop.fired().items():
+        assert rates == pytest.approx(fused.fired()[key], abs=0 if device == "cpu" else 0.1)  # rounding decides ties
+
+
+def assert_moves_agree(step, pairs, before, close):
+    """Compare how far weights moved, then copy the expected weights over the others."""
+    for ((label, p), q), old in zip(pairs, before, strict=True):
+        moved = (p - old).double().abs().max().item()
+        lost = 2 * torch.finfo(p.dtype).eps * p.double().abs().max().item()  # to rounding of the weight itself
+        off = (q - p).double().abs().max().item()
+        assert off <= close * moved + lost, f"step {step}, {label}: {off} of a step of {moved}"
+        with torch.no_grad():
+            q.copy_(p)
+
+
+def assert_states_agree(step, expected, found, close):
+    """Compare states, then copy the expected state over the other."""
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        scale = value.double().abs().max().item() if value.numel() else 0.0
+        label = f"step {step}, {key}"
+        assert_close(found[key], value, rtol=close, atol=close * scale, msg=lambda m, at=label: f"{at}: {m}")
+        found[key].copy_(value)
+
+
+# inputs for kernels that sum a layer's inputs: a shape, and the dimension of its channels
+SHAPES = [
+    ((7, 5), 1),
+    ((1, 1), 1),
+    ((3, 1000), 1),
+    ((4097, 3), 1),
+    ((2, 17, 64), 2),
+    ((5, 3, 9, 7), 1),
+    ((2, 130, 1, 1), 1),
+    ((3, 2, 4, 5, 6), 1),
+    ((64, 700), 1),
+]
+LAYOUTS = ["contiguous", "channels_last", "strided"]
+
+
+def inputs_like(shape, dtype, layout, device):
+    """Inputs with a mean far above their deviation, in a memory layout of `LAYOUTS`."""
+    mean = 1e4 if dtype == torch.float32 else 3.0
+    x = (mean + torch.randn(shape, device=device, dtype=torch.float64)).to(dtype)
+    if layout == "channels_last" and x.dim() == 4:
+        return x.to(memory_format=torch.channels_last)
+    return torch.stack([x, x], -1)[..., 0] if layout == "strided" else x
+
+
+def assert_moments_agree(x, dim, see, limit=None):
+    """Compare the moments that `see(stage, look)` adds up with float64, and a second run with the first, bit by bit."""
+    look = Look(x, dim, x.shape[0], x.numel() // x.shape[dim])
+    stage, again = (Stage(x.shape[dim], 0, torch.zeros(1, device=x.device), limit=limit) for _ in range(2))
+    for one in (stage, stage, again, again):
+        see(one, look)
+    assert torch.equal(stage.slots, again.slots)
+    exact = thinned(x, dim, limit).double().movedim(dim, -1).reshape(-1, x.shape[dim])
+    assert stage.tally.tolist() == [2 * len(exact), 0, 2 * look.applied, 2 * x.shape[0]]
+    found_mean, found_var = batch_moments(stage.sums(), stage.centre)
+    assert_close(found_mean.double(), exact.mean(0), rtol=1e-6, atol=1e-5)
+    scale = exact.var(0, correction=0)
+    assert_close(found_var.double(), scale, rtol=1e-4, atol=1e-5 * float(scale.max().clamp(min=1e-3)))

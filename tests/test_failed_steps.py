@@ -1,0 +1,156 @@
+"""A step that raises in the middle leaves the device usable, and the optimizer able to step again.
+
+An exception handler may print local variables (pytest --showlocals, debuggers, error trackers): none of them may be a
+tensor whose memory is gone. On a GPU, reading one is an illegal memory access, which no process survives.
+"""
+
+import traceback
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import evenstep
+from cases import OptimizerCase
+from evenstep.kernels.launch import Launcher
+from helpers import CPU_AND_GPU, GPU
+
+
+class Interrupted(Exception):
+    """Raised in the middle of a step."""
+
+
+class FailingAdamW(torch.optim.AdamW):
+    """AdamW that raises on request, before or after it has moved its parameters."""
+
+    fails = None
+
+    def step(self, closure=None):
+        if self.fails == "before":
+            raise Interrupted
+        super().step(closure)
+        if self.fails == "after":
+            raise Interrupted
+
+
+class FailingOperation(TorchDispatchMode):
+    """Raise instead of torch's operation with this number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.numbers = number, count(1)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if next(self.numbers) == self.number:
+            raise Interrupted
+        return function(*args, **(kwargs or {}))
+
+
+CASES = {
+    "UnitStep": OptimizerCase(evenstep.UnitStep, {}),
+    "WhitenedSGD": OptimizerCase(evenstep.WhitenedSGD, {"momentum": 0.9}),
+    "CanonicalSGD": OptimizerCase(evenstep.CanonicalSGD, {}),
+    "BlockNaturalSGD": OptimizerCase(evenstep.BlockNaturalSGD, {"block": "network"}),
+    "Whitened(SGD)": OptimizerCase(evenstep.Whitened, {"base": torch.optim.SGD, "momentum": 0.9}),
+    "Whitened(AdamW)": OptimizerCase(evenstep.Whitened, {"base": torch.optim.AdamW}),
+    "Whitened(Muon)": OptimizerCase(evenstep.Whitened, {"base": torch.optim.Muon}),
+}
+every_optimizer = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def network(device):
+    layers = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8, bias=False), nn.ReLU(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).to(device)
+
+
+def backward(model, optimizer, device):
+    optimizer.zero_grad()
+    model(torch.randn(16, 2, 5, 5).to(device) + 0.5).square().mean().backward()
+
+
+def train(model, optimizer, device, steps=2):
+    for _ in range(steps):
+        backward(model, optimizer, device)
+        optimizer.step()
+
+
+def assert_usable_after(error, model, optimizer, device):
+    """Print all that an exception handler may print, use the device, then train on."""
+    assert traceback.TracebackException.from_exception(error, capture_locals=True).format()
+    assert repr(optimizer) and repr(dict(optimizer.state)) and repr([p.grad for p in model.parameters()])
+    assert torch.ones(10**6, device=device).sum().item() == 10**6
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, device)
+    for old, p in zip(before, model.parameters(), strict=True):
+        assert p.isfinite().all() and not torch.equal(p, old)
+    for state in optimizer.state.values():
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def failures(model, optimizer, device, fail_at, numbers):
+    """How many of these points a step reaches; at each of them it is made to raise, which must do no lasting harm."""
+    for reached, number in enumerate(numbers):
+        backward(model, optimizer, device)
+        try:
+            with fail_at(number):
+                optimizer.step()
+        except Interrupted as error:
+            assert_usable_after(error, model, optimizer, device)
+        else:
+            return reached
+    raise AssertionError("too few numbers")
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@every_optimizer
+def test_an_operation_that_raises_does_no_lasting_harm(case, device):
+    model = network(device)
+    optimizer = case.build(model)
+    train(model, optimizer, device)
+    assert failures(model, optimizer, device, FailingOperation, (4**k for k in range(20))) > 1
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later step"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_base_rule_that_raises_does_no_lasting_harm(when, device, steps, monkeypatch):
+    model = network(device)
+    optimizer = evenstep.Whitened(model, FailingAdamW)
+    train(model, optimizer, device, steps)
+    backward(model, optimizer, device)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted) as error:
+        patch.setattr(FailingAdamW, "fails", when)
+        optimizer.step()
+    assert_usable_after(error.value, model, optimizer, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPU.type == "cpu", reason="the CPU has no kernels")
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
+@pytest.mark.parametrize("name", ["UnitStep", "WhitenedSGD", "Whitened(SGD)", "Whitened(AdamW)", "Whitened(Muon)"])
+def test_a_kernel_that_cannot_be_launched_does_no_lasting_harm(name, capturable, monkeypatch):
+    """As where Triton cannot compile it."""
+    model = network(GPU)
+    optimizer = CASES[name].build(model, capturable=capturable)
+    assert failures(model, optimizer, GPU, partial(failing_launch, monkeypatch), range(1, 100)) > 2
+
+
+@contextmanager
+def failing_launch(monkeypatch, number):
+    """Raise instead of the launch with this number."""
+    launch, numbers = Launcher.__call__, count(1)
+
+    def failing(self, *arguments, **constants):
+        if next(numbers) == number:
+            raise Interrupted
+        launch(self, *arguments, **constants)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launcher, "__call__", failing)
+        yield

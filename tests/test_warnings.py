@@ -1,0 +1,47 @@
+"""Which warnings are errors in tests: those attributed to evenstep or to a test, not those that other packages own."""
+
+import warnings
+
+import pytest
+
+
+def warn_at(level):
+    """Warn as torch does of its own deprecated functions; `level` 1 blames the function, 2 its caller."""
+    torch_like = {"__name__": "torch.jit._script", "warnings": warnings}
+    exec("def deprecated(level): warnings.warn('deprecated', DeprecationWarning, stacklevel=level)", torch_like)
+    torch_like["deprecated"](level)
+
+
+@pytest.mark.parametrize(
+    "module", ["torch", "torch.jit._script", "triton.runtime.jit", "lightning.pytorch", "transformers", "numpy", "sys"]
+)
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+def test_other_packages_warnings_pass(module, category):
+    with warnings.catch_warnings(record=True) as passed:
+        warnings.warn_explicit("deprecated", category, "file.py", 1, module=module)
+    assert len(passed) == 1
+
+
+@pytest.mark.parametrize(
+    "module", ["evenstep", "evenstep.torch_optimizer.base", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
+)
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+def test_warnings_of_the_library_and_its_tests_are_errors(module, category):
+    with pytest.raises(category, match="avoidable"):
+        warnings.warn_explicit("avoidable", category, "file.py", 1, module=module)
+
+
+def test_a_package_that_warns_of_itself_passes():
+    with warnings.catch_warnings(record=True) as passed:
+        warn_at(1)
+    assert [str(w.message) for w in passed] == ["deprecated"]
+
+
+def test_a_package_that_warns_of_its_caller_is_an_error():
+    with pytest.raises(DeprecationWarning, match="deprecated"):
+        warn_at(2)
+
+
+def test_exceptions_that_nobody_can_catch_are_errors():
+    with pytest.raises(pytest.PytestUnraisableExceptionWarning):
+        warnings.warn_explicit("in __del__", pytest.PytestUnraisableExceptionWarning, "file.py", 1, module="_pytest")
