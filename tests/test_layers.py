@@ -95,6 +95,32 @@ def test_coverage_tells_of_cross_attention_once_it_was_met():
     assert "no input seen so far" in after[changed[0]]
 
 
+@pytest.mark.filterwarnings("ignore:.*saw no input")
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.CanonicalSGD, evenstep.UnitStep])
+def test_coverage_of_a_weight_that_is_used_without_calling_its_layer(cls):
+    """Its coordinates are fan-in's until the layer is called; before the first step nobody can know."""
+    layer = nn.Linear(3, 2)
+    optimizer = cls(layer)
+    planned = optimizer.coverage()
+    assert all(row.treatment in ("whitened", "canonical") and not row.reason for row in planned)
+    step(optimizer, F.linear(torch.randn(4, 3), layer.weight, layer.bias).square().sum())
+    for row in optimizer.coverage():
+        assert row.treatment == "fan-in"
+        assert row.reason.startswith("no input seen so far (functional calls, ")
+    step(optimizer, layer(torch.randn(4, 3)).square().sum())
+    assert optimizer.coverage() == planned
+
+
+def test_a_weight_without_bias_that_is_used_functionally_has_no_implied_bias():
+    layer = nn.Linear(3, 2, bias=False)
+    optimizer = evenstep.WhitenedSGD(layer, lr=0.1, **PAPER)
+    assert reasons(optimizer)["weight"] == "no bias trains with it: implied bias"
+    with pytest.warns(UserWarning, match="saw no input .* or fan-in coordinates if it has none"):
+        moved = step(optimizer, F.linear(torch.randn(4, 3), layer.weight).square().sum())
+    assert_close(moved[layer.weight], -0.1 * layer.weight.grad / math.sqrt(3))
+    assert "implied bias" not in reasons(optimizer)["weight"]
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 7)])
 def test_input_without_batch_dimension_is_one_example(shape):
     """torch's layers take one example as it is: the step is that of a batch of one."""
@@ -424,10 +450,30 @@ def test_weight_shared_with_an_embedding_is_plain():
     assert treatments(optimizer) == {
         "embedding.weight": "plain", "head.bias": "plain", "other.weight": "whitened", "other.bias": "whitened",
     }  # fmt: skip
-    assert reasons(optimizer)["embedding.weight"] == "shared with Embedding 'embedding'"
+    assert reasons(optimizer)["embedding.weight"] == "shared with Linear 'head'"
+    assert reasons(optimizer)["head.bias"] == "its weight is shared with Embedding 'embedding'"
     moved = step(optimizer, model(torch.tensor([[0, 2], [3, 3]])).square().sum())
     assert_close(moved[model.head.weight], -0.3 * model.head.weight.grad)
     assert_close(moved[model.head.bias], -0.3 * model.head.bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("embedding, one", "shared with Linear 'one'"),
+        ("one, embedding", "shared with Embedding 'embedding'"),
+        ("one, embedding, two", "shared with Embedding 'embedding', Linear 'two'"),
+    ],
+)
+def test_a_shared_weight_names_its_other_owners(order, expected):
+    """coverage() lists it under its first owner, whichever that is."""
+    model, weight = nn.Module(), nn.Parameter(torch.randn(5, 3))
+    for name in order.split(", "):
+        model.add_module(name, nn.Embedding(5, 3) if name == "embedding" else nn.Linear(3, 5, bias=False))
+        model.get_submodule(name).weight = weight
+    model.other = nn.Linear(3, 3)
+    row = evenstep.WhitenedSGD(model).coverage()[0]
+    assert row == (f"{order.split(', ')[0]}.weight", type(next(model.children())).__name__, "plain", expected)
 
 
 # Attention
@@ -622,6 +668,12 @@ def test_bias_alone_moves_in_fan_in_coordinates():
     moved = step(optimizer, layer(x).square().mean())
     assert_close(moved[layer.bias], -0.1 * layer.bias.grad / math.sqrt(2 * 2 * 5))
     assert not moved[layer.weight].any()
+
+
+def test_excluded_weight_is_named_as_the_reason_of_its_bias():
+    optimizer = evenstep.WhitenedSGD(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), exclude=["0.weight"])
+    assert reasons(optimizer)["0.weight"] == "excluded by '0.weight'"
+    assert reasons(optimizer)["0.bias"] == "its weight is excluded by '0.weight'"
 
 
 def test_weight_with_a_frozen_bias_takes_the_biasless_form():

@@ -94,7 +94,7 @@ def test_every_layer_of_gpt2_is_whitened_and_the_rest_says_why(case, example):
     assert len(layers) == 2 * 2 * 4  # two blocks of four layers with a bias each
     expected = {"canonical": "canonical", "fan-in": "fan-in", "plain": "plain"}.get(case.cls.coordinates, "whitened")
     assert {row.treatment for row in layers.values()} == {expected}
-    assert rows["transformer.wte.weight"].reason == "shared with Embedding 'transformer.wte'"
+    assert rows["transformer.wte.weight"].reason == "shared with Linear 'lm_head'"
     assert {row.treatment for name, row in rows.items() if name not in layers} == {"plain"}
 
 
