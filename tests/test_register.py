@@ -300,3 +300,57 @@ def test_functional_use_of_a_registered_layer_is_told_of():
     functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         optimizer.step()
+
+
+# torch_geometric's Linear
+
+
+class GraphLinear(nn.Module):
+    """As torch_geometric has it; the weight may get its shape from the first input."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.units = units
+        if inputs > 0:
+            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
+        else:
+            self.weight = nn.parameter.UninitializedParameter()
+            self.hook = self.register_forward_pre_hook(self.initialize)
+        self.bias = nn.Parameter(torch.zeros(units))
+
+    @torch.no_grad()
+    def initialize(self, module, args):
+        self.weight.materialize((self.units, args[0].shape[-1]))
+        nn.init.normal_(self.weight)
+        self.hook.remove()
+
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+
+
+@pytest.mark.feature("torch_geometric's Linear")
+@every_optimizer
+def test_torch_geometrics_linear_steps_like_torchs(case):
+    model, batches = nn.Sequential(GraphLinear(4, 6), nn.Tanh(), GraphLinear(6, 2)).double(), some_batches(5, 4)
+    twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = case.build(model), case.build(twin)
+    assert table(optimizer) == table(other)
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q)
+
+
+def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
+    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
+        evenstep.UnitStep(model)
+    model(batches[0])
+    optimizer = evenstep.UnitStep(model)
+    assert set(table(optimizer).values()) == {("whitened", "")}
+    train(model, optimizer, batches)
+    assert optimizer.state[model[0].weight]["mass"] > 0
