@@ -690,7 +690,7 @@ def test_training_goes_on_after_folding_with_the_same_optimizer(whole):
     optimizer.refresh()
     if whole:
         assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())
-        evenstep.WhitenedSGD(model, lr=0.1).load_state_dict(optimizer.state_dict())
+        evenstep.WhitenedSGD(copy.deepcopy(model), lr=0.1).load_state_dict(optimizer.state_dict())
         assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     after = losses(model, optimizer, x, y, 40)

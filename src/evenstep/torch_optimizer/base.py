@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import checks
+from ..model.claims import claim, release
 from ..model.coverage import coverage_of, fired_of
 from ..model.survey import Coverage, survey
 from ..parallel import reduce as distributed
@@ -127,6 +128,8 @@ class ModelOptimizer(Optimizer):
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
+        if (rival := claim(self)) is not None:
+            self._warn("rival", rival)
         if self.coordinates != "plain":
             self._collector.attach(self)
             if not trained:
@@ -139,6 +142,7 @@ class ModelOptimizer(Optimizer):
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
+        release(self)
         if self._collector is not None:
             self._collector.detach()
 
