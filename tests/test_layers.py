@@ -1,4 +1,4 @@
-"""What each kind of layer does: its row in coverage() and its update, against explicit coordinates or by hand."""
+"""Each kind of layer: its row in coverage(), and its update against explicit coordinates or a formula."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def reasons(optimizer):
 
 
 def step(optimizer, loss):
-    """One step on `loss`, and what every parameter moved by."""
+    """Take one step on `loss`; returns how far each parameter moved."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in params]
     optimizer.zero_grad()
@@ -43,7 +43,7 @@ def step(optimizer, loss):
 
 
 def whitening(rows, layer, shared):
-    """Eq. 12's constants from the rows a layer met."""
+    """Eq. 12's constants from a layer's input rows."""
     mean, var = oracle.mean_var(rows)
     return oracle.Constants(
         mean, var.rsqrt(), torch.ones(oracle.units(layer)).double() * (oracle.fan_in(layer) * shared) ** -0.25
@@ -84,7 +84,7 @@ def test_coverage_prints_as_a_table_and_repr_summarizes_it():
     assert repr(optimizer).endswith("coverage: 3 whitened, 2 plain")
 
 
-def test_coverage_tells_of_cross_attention_once_it_was_met():
+def test_coverage_names_cross_attention_after_the_first_step():
     model = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(model)
     before = {row.parameter: row.reason for row in optimizer.coverage()}
@@ -183,8 +183,8 @@ def test_a_nested_tensor_is_its_rows(case, layout):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_sparse_tensor_shows_its_shape(case, layout):
-    """Without moments the layer moves in coordinates that are scaled alone, and coverage() says so."""
+def test_a_sparse_input_is_counted_but_has_no_moments(case, layout):
+    """Without moments the layer moves in fan-in coordinates, and coverage() says so."""
     model, x = nn.Sequential(nn.Linear(3, 2)).double(), randn(6, 3).relu()
     optimizer = case.build(model)
     before = [p.detach().clone() for p in model.parameters()]
@@ -522,7 +522,7 @@ def test_self_attention_whitens_in_proj_like_a_linear_by_hand(batch_first):
 
 
 def test_cross_attention_takes_fan_in_coordinates():
-    """in_proj has three inputs then and shows none; S is the query's length."""
+    """in_proj then has three inputs, so it has no moments; S is the length of the query."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(attention, lr=0.3, **PAPER)
     query, memory = randn(5, 3, 4), randn(5, 7, 4)
@@ -583,7 +583,7 @@ class Bare(nn.Module):
 
 
 def test_norms_embeddings_rnns_and_bare_parameters_are_plain():
-    """They move by −plain_lr times their gradient, whatever the layers around them do."""
+    """They move by −plain_lr times their gradient; the layers around them change nothing."""
     model = Bare().double()
     optimizer = evenstep.WhitenedSGD(model, lr=0.1, plain_lr=0.02, **PAPER)
     table = treatments(optimizer)

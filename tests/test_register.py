@@ -1,4 +1,4 @@
-"""Layers from elsewhere: taught by register_layer, known by name, made of known ones, or plain with a reason."""
+"""Layers of other packages: registered, known by name, built from known layers, or plain with a reason."""
 
 import copy
 
@@ -18,7 +18,7 @@ every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIM
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """Undo after each test the registrations it made."""
     monkeypatch.setattr(layers, "KINDS", dict(layers.KINDS))
     monkeypatch.setattr(layers, "NAMED", dict(layers.NAMED))
 
@@ -86,7 +86,7 @@ class Apart(nn.Module):
         return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
 
 
-# taught
+# registered
 
 
 @pytest.mark.feature("register_layer")
@@ -105,7 +105,7 @@ def test_a_class_registered_like_a_linear_steps_like_one(case):
 
 
 @pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.FanInSGD])
-def test_a_kind_of_ones_own_steps_like_the_layers_it_stands_for(cls):
+def test_a_users_kind_steps_like_the_layers_it_stands_for(cls):
     model, batches = PerHead().double(), some_batches(6, 4, 3)
     twin = Apart(model)
     evenstep.register_layer(PerHead, PerHeadKind())
@@ -118,7 +118,7 @@ def test_a_kind_of_ones_own_steps_like_the_layers_it_stands_for(cls):
             assert torch.nn.functional.cosine_similarity(model.weight[k].T, head.weight).min() > 0.99
 
 
-def test_undamped_a_kind_of_ones_own_steps_exactly_like_its_parts():
+def test_undamped_a_users_kind_steps_exactly_like_its_parts():
     model, batches = PerHead().double(), some_batches(9, 4, 3)
     twin = Apart(model)
     evenstep.register_layer(PerHead, PerHeadKind())
@@ -178,7 +178,7 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
         evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
-# known by name, or made of known ones
+# known by name, or built from known layers
 
 
 class Conv1D(nn.Module):
@@ -293,8 +293,8 @@ def test_quantization_aware_layers_are_plain_until_registered(case):
     assert not any(torch.equal(p, q) for p, q in zip(twin.parameters(), before, strict=True))
 
 
-def test_functional_use_of_a_registered_layer_is_told_of():
-    """A layer whose weight is used without calling it shows nothing: the last moments serve, with a warning."""
+def test_functional_use_of_a_layer_warns():
+    """The weight is used without a call of the layer, so that no hook sees its input."""
     layer = nn.Linear(3, 2)
     optimizer = evenstep.UnitStep(layer)
     functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
