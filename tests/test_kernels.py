@@ -13,7 +13,7 @@ import evenstep
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.math.moments import batch_moments, thinned
-from evenstep.model.layers import Look
+from evenstep.model.kinds import Look
 from evenstep.statistics.batch import Stage
 from evenstep.step.triton import tables
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.model import layers
+from evenstep.model import kinds, layers
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
@@ -68,7 +68,7 @@ class PerHeadKind(evenstep.LayerKind):
 
     def look(self, module, args, kwargs, output, batch_dim):
         x = args[0].flatten(1)
-        return [layers.Look(x, dim=1, examples=len(x), applied=len(x))]
+        return [kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
 class Apart(nn.Module):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import evenstep
 from evenstep.math.moments import thinned
-from evenstep.model.layers import Look
+from evenstep.model.kinds import Look
 from evenstep.statistics import batch as stages
 from evenstep.statistics.batch import Stage
 from evenstep.step import room

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 import test_kernels
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
-from evenstep.model.layers import Look
+from evenstep.model.kinds import Look
 from evenstep.statistics.batch import Stage
 from evenstep.step import layout
 from evenstep.step.triton import host as step

@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from .math.moments import accumulation_dtype
-from .model.layers import KINDS, AttentionKind, LayerKind, kind_of
+from .model.kinds import AttentionKind, LayerKind
+from .model.layers import KINDS, kind_of
 from .model.survey import lookup
 from .statistics.hooks import Inert, Watch
 from .wiring import Wiring, listed

@@ -75,9 +75,9 @@ def why_treated(block: Block, blind: bool) -> str:
     reasons = []
     if block.alone:
         reasons.append("moves without its weight")
-    elif block.treatment == "fan-in" and not entry.slot.seen:
+    elif block.treatment == "fan-in" and not entry.slot.input_visible:
         reasons.append("its input is not seen")
-    elif block.treatment == "fan-in" and not entry.slot.shown:
+    elif block.treatment == "fan-in" and not entry.slot.output_visible:
         reasons.append("its output's gradient is not seen")
     elif block.treatment in ("whitened", "canonical") and not block.biases and not blind:
         reasons.append("no bias trains with it: implied bias")
@@ -97,7 +97,7 @@ def unseen_so_far(state: dict[str, Any]) -> bool:
     return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
 
 
-def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:
+def guard_rates(staged: Staged) -> dict[str, tuple[float, float]]:
     """How often each guard fired since the start, by `layer_name`: share of inputs raised, of units held back."""
     shares: dict[str, tuple[float, float]] = {}
     for block, stage in staged:
@@ -113,7 +113,7 @@ def layer_name(entry: Entry) -> str:
     return entry.path if len(entry.kind.slots(entry.module)) == 1 else join(entry.path, entry.slot.weight)
 
 
-def unseen_of(staged: Staged, wait: bool) -> str | None:
+def missing_statistics(staged: Staged, wait: bool) -> str | None:
     """A warning about the first layer that has a gradient but no statistics of this step; None if there is none.
 
     Statistics on another device are only read if `wait` allows the host to wait for them.

@@ -26,8 +26,8 @@ class ExpertsKind(LayerKind):
         """The first projection, then `down_proj`; the module's output mixes experts, so no gradient is visible."""
         first = first_projection(module)
         return [
-            Slot(first, f"{first}_bias", shown=False),
-            Slot("down_proj", "down_proj_bias", seen=False, shown=False),
+            Slot(first, f"{first}_bias", output_visible=False),
+            Slot("down_proj", "down_proj_bias", input_visible=False, output_visible=False),
         ]
 
     def groups(self, module: nn.Module) -> int:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 class Slot(NamedTuple):
     """One weight of a module, with its bias, by their names in the module.
 
-    `seen`: whether the weight's input can be read from a call of the module. `shown`: whether the weight's output is
-    the module's output, so that its gradient can be read there.
+    `input_visible` says whether a call of the module tells the weight's input. `output_visible` says whether the
+    weight's output is the module's output, where its gradient can be read.
     """
 
     weight: str
     bias: str | None
-    seen: bool = True
-    shown: bool = True
+    input_visible: bool = True
+    output_visible: bool = True
 
 
 class Look(NamedTuple):
@@ -68,7 +68,7 @@ class LayerKind:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """What a call tells about each slot; None for a slot that the call did not use."""
-        x = shown(args, kwargs)
+        x = first_input(args, kwargs)
         if x.is_nested:
             rows = rows_of(x)
             return [Look(rows, 1, x.size(0), len(rows))]
@@ -113,7 +113,7 @@ class ConvKind(LayerKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """The sharing count is the number of output positions."""
-        x = shown(args, kwargs)
+        x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
         return [Look(x, channels, x.shape[0] if channels else 1, all_but(output, channels))]
 
@@ -135,7 +135,7 @@ class ConvTransposeKind(ConvKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
         """The sharing count is the number of input positions; zeros fill up to the number of output positions."""
-        x = shown(args, kwargs)
+        x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
         applied = all_but(x, channels)
         zeros = max(0, all_but(output, channels) - applied)
@@ -150,11 +150,11 @@ class AttentionKind(LayerKind):
 
     def slots(self, module: nn.Module) -> Sequence[Slot]:
         """`in_proj` if packed, else the three projections; then `out_proj`, which is never called as a module."""
-        out = Slot("out_proj.weight", "out_proj.bias", seen=False, shown=False)
+        out = Slot("out_proj.weight", "out_proj.bias", input_visible=False, output_visible=False)
         if module._qkv_same_embed_dim:
-            return [Slot("in_proj_weight", "in_proj_bias", shown=False), out]
+            return [Slot("in_proj_weight", "in_proj_bias", output_visible=False), out]
         # one bias of three parts serves three weights, so none of them can carry it
-        return [*(Slot(f"{part}_proj_weight", None, seen=False, shown=False) for part in "qkv"), out]
+        return [*(Slot(f"{part}_proj_weight", None, input_visible=False, output_visible=False) for part in "qkv"), out]
 
     def look(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
@@ -166,13 +166,13 @@ class AttentionKind(LayerKind):
         applied = query.shape[:-1].numel()
         counts = Look(None, query.dim() - 1, examples, applied)
         own = query if query is call["key"] and query is call["value"] else None
-        return [counts._replace(x=own) if slot.seen else counts for slot in self.slots(module)]
+        return [counts._replace(x=own) if slot.input_visible else counts for slot in self.slots(module)]
 
 
-SHAPED = (LayerKind, TransposedKind, ConvKind, ConvTransposeKind)  # kinds whose counts depend on shapes alone
+BY_SHAPE = (LayerKind, TransposedKind, ConvKind, ConvTransposeKind)  # kinds whose counts depend on shapes alone
 
 
-def shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The input of a call: its first argument, else the keyword `input`, else the first keyword."""
     first: Tensor = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     return first

@@ -4,39 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .experts import experts_of
-from .kinds import (
-    SHAPED,
-    AttentionKind,
-    ConvKind,
-    ConvTransposeKind,
-    LayerKind,
-    Look,
-    Slot,
-    TransposedKind,
-    rows_of,
-    shown,
-)
-
-__all__ = [
-    "KINDS",
-    "NAMED",
-    "SHAPED",
-    "AttentionKind",
-    "ConvKind",
-    "ConvTransposeKind",
-    "LayerKind",
-    "Look",
-    "Slot",
-    "TransposedKind",
-    "batch_second",
-    "check_layout",
-    "kind_of",
-    "of_class",
-    "overrides_forward",
-    "register_layer",
-    "rows_of",
-    "shown",
-]
+from .kinds import AttentionKind, ConvKind, ConvTransposeKind, LayerKind, TransposedKind
 
 KINDS: dict[type[nn.Module], LayerKind] = {
     nn.Linear: LayerKind(),

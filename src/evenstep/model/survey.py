@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..parallel import dtensor as shards
-from .layers import LayerKind, Slot, batch_second, check_layout, kind_of, overrides_forward
+from .kinds import LayerKind, Slot
+from .layers import batch_second, check_layout, kind_of, overrides_forward
 
 
 class Row(NamedTuple):

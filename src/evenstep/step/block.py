@@ -188,6 +188,6 @@ def gather(
 
 def seen_as(entry: Entry, treatment: str) -> str:
     """The treatment an entry can have: fan-in coordinates where its statistics are never shown."""
-    if not entry.slot.seen and treatment != "plain":
+    if not entry.slot.input_visible and treatment != "plain":
         return "fan-in"
-    return "fan-in" if treatment == "canonical" and not entry.slot.shown else treatment
+    return "fan-in" if treatment == "canonical" and not entry.slot.output_visible else treatment

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import checks
 from ..model.claims import claim, release
-from ..model.coverage import coverage_of, fired_of
+from ..model.coverage import coverage_of, guard_rates
 from ..model.survey import Coverage, survey
 from ..parallel import reduce as distributed
 from ..statistics.batch import Stage
@@ -196,7 +196,7 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return fired_of(self._staged(self._blocks(lambda p: p.requires_grad)))
+        return guard_rates(self._staged(self._blocks(lambda p: p.requires_grad)))
 
     @property
     def nonfinite_steps(self) -> int:

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from ..math import update
 from ..math.guards import TRUST_FLOOR
 from ..math.moments import accumulation_dtype
-from ..model.coverage import unseen_of
+from ..model.coverage import missing_statistics
 from ..parallel import dtensor as shards
 from ..parallel import reduce as distributed
 from ..statistics.batch import Stage
@@ -221,7 +221,7 @@ class CoordinateOptimizer(ModelOptimizer):
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
         if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = unseen_of(self._staged(blocks), wait)
+        message = missing_statistics(self._staged(blocks), wait)
         if self._collector is None:
             message = NO_MODEL if blocks else None
         if message is not None:
