@@ -1,4 +1,4 @@
-"""What each kind of layer does: its row in coverage() and its update, against explicit coordinates or by hand."""
+"""Each kind of layer: its row in coverage(), and its update against explicit coordinates or a formula."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def reasons(optimizer):
 
 
 def step(optimizer, loss):
-    """One step on `loss`, and what every parameter moved by."""
+    """Take one step on `loss`; returns how far each parameter moved."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in params]
     optimizer.zero_grad()
@@ -43,7 +43,7 @@ def step(optimizer, loss):
 
 
 def whitening(rows, layer, shared):
-    """Eq. 12's constants from the rows a layer met."""
+    """Eq. 12's constants from a layer's input rows."""
     mean, var = oracle.mean_var(rows)
     return oracle.Constants(
         mean, var.rsqrt(), torch.ones(oracle.units(layer)).double() * (oracle.fan_in(layer) * shared) ** -0.25
@@ -84,7 +84,7 @@ def test_coverage_prints_as_a_table_and_repr_summarizes_it():
     assert repr(optimizer).endswith("coverage: 3 whitened, 2 plain")
 
 
-def test_coverage_tells_of_cross_attention_once_it_was_met():
+def test_coverage_names_cross_attention_after_the_first_step():
     model = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(model)
     before = {row.parameter: row.reason for row in optimizer.coverage()}
@@ -93,6 +93,32 @@ def test_coverage_tells_of_cross_attention_once_it_was_met():
     changed = [name for name in before if before[name] != after[name]]
     assert changed == ["multihead_attn.in_proj_weight", "multihead_attn.in_proj_bias"]
     assert "no input seen so far" in after[changed[0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*saw no input")
+@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.CanonicalSGD, evenstep.UnitStep])
+def test_coverage_of_a_weight_that_is_used_without_calling_its_layer(cls):
+    """Its coordinates are fan-in's until the layer is called; before the first step nobody can know."""
+    layer = nn.Linear(3, 2)
+    optimizer = cls(layer)
+    planned = optimizer.coverage()
+    assert all(row.treatment in ("whitened", "canonical") and not row.reason for row in planned)
+    step(optimizer, F.linear(torch.randn(4, 3), layer.weight, layer.bias).square().sum())
+    for row in optimizer.coverage():
+        assert row.treatment == "fan-in"
+        assert row.reason.startswith("no input seen so far (functional calls, ")
+    step(optimizer, layer(torch.randn(4, 3)).square().sum())
+    assert optimizer.coverage() == planned
+
+
+def test_a_weight_without_bias_that_is_used_functionally_has_no_implied_bias():
+    layer = nn.Linear(3, 2, bias=False)
+    optimizer = evenstep.WhitenedSGD(layer, lr=0.1, **PAPER)
+    assert reasons(optimizer)["weight"] == "no bias trains with it: implied bias"
+    with pytest.warns(UserWarning, match="saw no input .* or fan-in coordinates if it has none"):
+        moved = step(optimizer, F.linear(torch.randn(4, 3), layer.weight).square().sum())
+    assert_close(moved[layer.weight], -0.1 * layer.weight.grad / math.sqrt(3))
+    assert "implied bias" not in reasons(optimizer)["weight"]
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 7)])
@@ -157,8 +183,8 @@ def test_a_nested_tensor_is_its_rows(case, layout):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_sparse_tensor_shows_its_shape(case, layout):
-    """Without moments the layer moves in coordinates that are scaled alone, and coverage() says so."""
+def test_a_sparse_input_is_counted_but_has_no_moments(case, layout):
+    """Without moments the layer moves in fan-in coordinates, and coverage() says so."""
     model, x = nn.Sequential(nn.Linear(3, 2)).double(), randn(6, 3).relu()
     optimizer = case.build(model)
     before = [p.detach().clone() for p in model.parameters()]
@@ -424,10 +450,30 @@ def test_weight_shared_with_an_embedding_is_plain():
     assert treatments(optimizer) == {
         "embedding.weight": "plain", "head.bias": "plain", "other.weight": "whitened", "other.bias": "whitened",
     }  # fmt: skip
-    assert reasons(optimizer)["embedding.weight"] == "shared with Embedding 'embedding'"
+    assert reasons(optimizer)["embedding.weight"] == "shared with Linear 'head'"
+    assert reasons(optimizer)["head.bias"] == "its weight is shared with Embedding 'embedding'"
     moved = step(optimizer, model(torch.tensor([[0, 2], [3, 3]])).square().sum())
     assert_close(moved[model.head.weight], -0.3 * model.head.weight.grad)
     assert_close(moved[model.head.bias], -0.3 * model.head.bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("embedding, one", "shared with Linear 'one'"),
+        ("one, embedding", "shared with Embedding 'embedding'"),
+        ("one, embedding, two", "shared with Embedding 'embedding', Linear 'two'"),
+    ],
+)
+def test_a_shared_weight_names_its_other_owners(order, expected):
+    """coverage() lists it under its first owner, whichever that is."""
+    model, weight = nn.Module(), nn.Parameter(torch.randn(5, 3))
+    for name in order.split(", "):
+        model.add_module(name, nn.Embedding(5, 3) if name == "embedding" else nn.Linear(3, 5, bias=False))
+        model.get_submodule(name).weight = weight
+    model.other = nn.Linear(3, 3)
+    row = evenstep.WhitenedSGD(model).coverage()[0]
+    assert row == (f"{order.split(', ')[0]}.weight", type(next(model.children())).__name__, "plain", expected)
 
 
 # Attention
@@ -476,7 +522,7 @@ def test_self_attention_whitens_in_proj_like_a_linear_by_hand(batch_first):
 
 
 def test_cross_attention_takes_fan_in_coordinates():
-    """in_proj has three inputs then and shows none; S is the query's length."""
+    """in_proj then has three inputs, so it has no moments; S is the length of the query."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(attention, lr=0.3, **PAPER)
     query, memory = randn(5, 3, 4), randn(5, 7, 4)
@@ -537,7 +583,7 @@ class Bare(nn.Module):
 
 
 def test_norms_embeddings_rnns_and_bare_parameters_are_plain():
-    """They move by −plain_lr times their gradient, whatever the layers around them do."""
+    """They move by −plain_lr times their gradient; the layers around them change nothing."""
     model = Bare().double()
     optimizer = evenstep.WhitenedSGD(model, lr=0.1, plain_lr=0.02, **PAPER)
     table = treatments(optimizer)
@@ -622,6 +668,12 @@ def test_bias_alone_moves_in_fan_in_coordinates():
     moved = step(optimizer, layer(x).square().mean())
     assert_close(moved[layer.bias], -0.1 * layer.bias.grad / math.sqrt(2 * 2 * 5))
     assert not moved[layer.weight].any()
+
+
+def test_excluded_weight_is_named_as_the_reason_of_its_bias():
+    optimizer = evenstep.WhitenedSGD(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), exclude=["0.weight"])
+    assert reasons(optimizer)["0.weight"] == "excluded by '0.weight'"
+    assert reasons(optimizer)["0.bias"] == "its weight is excluded by '0.weight'"
 
 
 def test_weight_with_a_frozen_bias_takes_the_biasless_form():
@@ -738,6 +790,7 @@ def test_a_copy_of_a_watched_model_trains_with_an_optimizer_of_its_own():
     one, other = (trained(twin, batches) for twin in copies)
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
     assert all(not state for state in optimizer.state.values())
+    optimizer.detach()
     assert all(torch.equal(p, q) for p, q in zip(trained(model, batches), one, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Layers from elsewhere: taught by register_layer, known by name, made of known ones, or plain with a reason."""
+"""Layers of other packages: registered, known by name, built from known layers, or plain with a reason."""
 
 import copy
 
@@ -11,14 +11,14 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.model import layers
+from evenstep.model import kinds, layers
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """Undo after each test the registrations it made."""
     monkeypatch.setattr(layers, "KINDS", dict(layers.KINDS))
     monkeypatch.setattr(layers, "NAMED", dict(layers.NAMED))
 
@@ -68,7 +68,7 @@ class PerHeadKind(evenstep.LayerKind):
 
     def look(self, module, args, kwargs, output, batch_dim):
         x = args[0].flatten(1)
-        return [layers.Look(x, dim=1, examples=len(x), applied=len(x))]
+        return [kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
 class Apart(nn.Module):
@@ -86,7 +86,7 @@ class Apart(nn.Module):
         return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
 
 
-# taught
+# registered
 
 
 @pytest.mark.feature("register_layer")
@@ -104,27 +104,17 @@ def test_a_class_registered_like_a_linear_steps_like_one(case):
         assert_close(p, q)
 
 
-@pytest.mark.parametrize("cls", [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.FanInSGD])
-def test_a_kind_of_ones_own_steps_like_the_layers_it_stands_for(cls):
-    model, batches = PerHead().double(), some_batches(6, 4, 3)
-    twin = Apart(model)
-    evenstep.register_layer(PerHead, PerHeadKind())
-    train(model, cls(model, lr=0.05), batches)
-    train(twin, cls(twin, lr=0.05), batches)
-    for k, head in enumerate(twin.heads):
-        if cls is evenstep.WhitenedSGD:  # damping is relative to the layer's mean variance: of all heads, or of each
-            assert_close(model.weight[k].T, head.weight, rtol=0.05, atol=1e-3)
-        else:
-            assert torch.nn.functional.cosine_similarity(model.weight[k].T, head.weight).min() > 0.99
+UNDAMPED = {"damping": 0.0, "fresh_max": None, "trust": None}
 
 
-def test_undamped_a_kind_of_ones_own_steps_exactly_like_its_parts():
+@pytest.mark.parametrize(("cls", "keywords"), [(evenstep.WhitenedSGD, UNDAMPED), (evenstep.FanInSGD, {})])
+def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for(cls, keywords):
+    """Undamped, since damping is relative to the mean variance of a layer: of all heads here, of each there."""
     model, batches = PerHead().double(), some_batches(9, 4, 3)
     twin = Apart(model)
     evenstep.register_layer(PerHead, PerHeadKind())
-    keywords = {"lr": 0.05, "damping": 0.0, "fresh_max": None, "trust": None}
-    train(model, evenstep.WhitenedSGD(model, **keywords), batches)
-    train(twin, evenstep.WhitenedSGD(twin, **keywords), batches)
+    train(model, cls(model, lr=0.05, **keywords), batches)
+    train(twin, cls(twin, lr=0.05, **keywords), batches)
     for k, head in enumerate(twin.heads):
         assert_close(model.weight[k].T, head.weight)
         assert_close(model.bias[k], head.bias)
@@ -178,7 +168,7 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
         evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
-# known by name, or made of known ones
+# known by name, or built from known layers
 
 
 class Conv1D(nn.Module):
@@ -293,10 +283,64 @@ def test_quantization_aware_layers_are_plain_until_registered(case):
     assert not any(torch.equal(p, q) for p, q in zip(twin.parameters(), before, strict=True))
 
 
-def test_functional_use_of_a_registered_layer_is_told_of():
-    """A layer whose weight is used without calling it shows nothing: the last moments serve, with a warning."""
+def test_functional_use_of_a_layer_warns():
+    """The weight is used without a call of the layer, so that no hook sees its input."""
     layer = nn.Linear(3, 2)
     optimizer = evenstep.UnitStep(layer)
     functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         optimizer.step()
+
+
+# torch_geometric's Linear
+
+
+class GraphLinear(nn.Module):
+    """As torch_geometric has it; the weight may get its shape from the first input."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.units = units
+        if inputs > 0:
+            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
+        else:
+            self.weight = nn.parameter.UninitializedParameter()
+            self.hook = self.register_forward_pre_hook(self.initialize)
+        self.bias = nn.Parameter(torch.zeros(units))
+
+    @torch.no_grad()
+    def initialize(self, module, args):
+        self.weight.materialize((self.units, args[0].shape[-1]))
+        nn.init.normal_(self.weight)
+        self.hook.remove()
+
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+
+
+@pytest.mark.feature("torch_geometric's Linear")
+@every_optimizer
+def test_torch_geometrics_linear_steps_like_torchs(case):
+    model, batches = nn.Sequential(GraphLinear(4, 6), nn.Tanh(), GraphLinear(6, 2)).double(), some_batches(5, 4)
+    twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = case.build(model), case.build(twin)
+    assert table(optimizer) == table(other)
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p, q)
+
+
+def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
+    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
+        evenstep.UnitStep(model)
+    model(batches[0])
+    optimizer = evenstep.UnitStep(model)
+    assert set(table(optimizer).values()) == {("whitened", "")}
+    train(model, optimizer, batches)
+    assert optimizer.state[model[0].weight]["mass"] > 0

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import evenstep
 import oracle
 from evenstep import Whitened
-from evenstep.rules import torch_rule as proxies
 
 OFF = {"fresh_max": None, "trust": None}
 RULES = {

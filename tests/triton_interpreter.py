@@ -14,12 +14,9 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
-from evenstep.model.layers import Look
+from evenstep.model.kinds import Look
 from evenstep.statistics.batch import Stage
-from evenstep.step import layout
-from evenstep.step.triton import host as step
-from evenstep.step.triton import tables
-from evenstep.torch_optimizer import step as shell
+from evenstep.step.triton import host
 
 
 def with_bools(name, place):
@@ -50,44 +47,35 @@ class Direct:
     """A table that needs no sending."""
 
     def __init__(self, rows, columns, dtype, device):
-        self.dtype, self.last, self.there = dtype, None, None
+        self.dtype, self.there = dtype, torch.zeros(rows, columns, dtype=dtype)
 
-    def send(self, now):
-        self.there = torch.tensor(now, dtype=self.dtype)
+    def send(self, now, make):
+        self.there.copy_(torch.tensor(make(), dtype=self.dtype))  # which captured views of it see, as on a GPU
         return self.there
 
 
-def steps_by_triton():
-    """Let the step kernels take tensors on the CPU."""
-    step.Sent = Direct
-    torch.cuda.is_current_stream_capturing = lambda: False
-    shell.begin = step.TritonStep
-    yes, move, commit = torch.ones((), dtype=torch.bool), step.TritonStep.move, step.TritonStep.commit
-    step.TritonStep.move = lambda self, ok, floor: move(self, yes, floor)
-    step.TritonStep.commit = lambda self, ok: commit(self, yes)
-    layout.shows = lambda block, joint: not joint or layout.inner(block) == block.matrix(block.weight).shape[3]
-
-
 def steps(name):
-    """Hold steps by the kernels to those of the loop, block by block."""
-    steps_by_triton()
-    agree, made = helpers.assert_steps_agree, step.TritonStep.__init__
-    count = 0
+    """Compare steps by the kernels with torch's, block by block."""
+    host.HostTable = Direct
+    torch.cuda.is_current_stream_capturing = lambda: False
+    host.runs_on = lambda weight: weight.dtype in host.KINDS
+    count, look = 0, host.TritonStep.look
 
-    def counted(self, *given, **how):
+    def counted(self, divisor=None):
         nonlocal count
         count += 1
-        made(self, *given, **how)
+        look(self, divisor)
 
-    step.TritonStep.__init__ = counted
+    host.TritonStep.look = counted
+    agree = helpers.assert_steps_agree
     for poison in ((), (1,)):
         torch.manual_seed(3)
-        agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison, by="torch")  # for all that layouts know
-    step.SHAPE["measure"] = 1, 16  # so that several programs share the embedding
-    tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
+        agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison)
+    host.LAUNCH["measure"] = 1, 16  # so that several programs share the embedding
+    host.LONG, host.PIECE, host.LEAST = 100, 24, 8
     for misaligned in (False, True):
         net = helpers.Net(wide=True, rows=40, long=19 * 24)
-        agree(name, net, "cpu", 1e-3, steps=2, by="torch", misaligned=misaligned)
+        agree(name, net, "cpu", 1e-3, steps=2, misaligned=misaligned)
     print(f"{count} steps of {name} agree")
 
 

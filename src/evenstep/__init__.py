@@ -5,7 +5,8 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 """
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
-from .model.layers import LayerKind, register_layer
+from .model.kinds import LayerKind
+from .model.layers import register_layer
 from .model.survey import Coverage
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, UnitStep, WhitenedSGD

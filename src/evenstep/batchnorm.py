@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from .model.layers import LayerKind, kind_of
+from .model.kinds import LayerKind
+from .model.layers import kind_of
 from .model.survey import join, lookup
 from .parallel.dtensor import sharded
 from .statistics.hooks import Inert, Watch

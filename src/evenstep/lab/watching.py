@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..math.moments import Sums, add_zeros, sum_about, thinned
-from ..model.layers import Look
+from ..model.kinds import Look
 from ..model.survey import Entry
 from ..statistics.batch import Stage
 
@@ -91,7 +91,7 @@ class Watcher:
                 if look is not None and slot.weight in found:
                     self._see(self.pass_, found[slot.weight], look)
             k = found.get(slots[0].weight)
-            if not self.gradients or k is None or not self.entries[k].slot.shown:
+            if not self.gradients or k is None or not self.entries[k].slot.output_visible:
                 return None
             self.pass_.outputs.append((k, first.kind.units_dim(output), output.shape))
             return None if self.pass_.probes is None else output + next(self.pass_.probes)

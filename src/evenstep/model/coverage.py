@@ -1,15 +1,24 @@
-"""What an optimizer says of itself: the rows of `opt.coverage()`, `opt.fired()`, layers that nothing was seen of."""
+"""What an optimizer reports about itself: `opt.coverage()`, `opt.fired()`, and layers whose input was not seen."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..statistics.batch import Stage
-from ..step.block import Block
 from .survey import Coverage, Entry, Row, join, owners, why_plain
 
-Staged = Iterable[tuple[Block, Stage | None]]
+if TYPE_CHECKING:
+    from ..statistics.batch import Stage
+    from ..step.block import Block
+
+    Staged = Iterable[tuple[Block, Stage | None]]
+
+UNSEEN = (
+    "no input seen so far (functional calls, eval mode, cross-attention and sparse tensors show none): "
+    "stepsize scaling alone"
+)
 
 
 def coverage_of(
@@ -20,9 +29,10 @@ def coverage_of(
     left_out: dict[int, str] | None = None,
     state: Mapping[Tensor, dict[str, Any]] | None = None,
 ) -> Coverage:
-    """One row per parameter of `groups`, in their order; `left_out` says why some are no part of `entries`.
+    """One row per parameter of `groups`, in their order.
 
-    `state` is the optimizer's, to find layers that have shown no input.
+    `left_out` has the reasons, by id, for parameters of known layers that are in no entry. `state` is the optimizer's,
+    to find layers that have moved without statistics.
     """
     known, reasons = {} if model is None else owners(model), dict(left_out or {})
     for entry in entries:
@@ -46,32 +56,34 @@ def row(
     left_out: dict[int, str],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> Row:
-    """The row of one parameter; `block` is None where it does not train, `owner` where no model knows it."""
+    """The row of one parameter. `block` is None if it does not train, `owner` if it belongs to no attached model."""
     layer = "" if owner is None else type(owner).__name__
     if block is None:
         return Row(name, layer, "frozen", "requires_grad is False")
     if block.entry is not None:
-        return Row(name, layer, block.treatment, why_treated(block, state.get(block.weight, {})))
+        blind = unseen_so_far(state.get(block.weight, {}))
+        return Row(name, layer, "fan-in" if blind else block.treatment, why_treated(block, blind))
     if owner is None:
         return Row(name, layer, block.treatment, "no model is attached that has it")
     return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2]))
 
 
-def why_treated(block: Block, state: dict[str, Any]) -> str:
-    """What is special about a layer's treatment; empty if nothing."""
+def why_treated(block: Block, blind: bool) -> str:
+    """What is special about a layer's treatment; empty if nothing. `blind`: it moved, and no input was ever seen."""
     entry = block.entry
     assert entry is not None
     reasons = []
     if block.alone:
         reasons.append("moves without its weight")
-    elif block.treatment == "fan-in" and not entry.slot.seen:
+    elif block.treatment == "fan-in" and not entry.slot.input_visible:
         reasons.append("its input is not seen")
-    elif block.treatment == "fan-in" and not entry.slot.shown:
+    elif block.treatment == "fan-in" and not entry.slot.output_visible:
         reasons.append("its output's gradient is not seen")
-    elif block.treatment in ("whitened", "canonical") and not block.biases:
+    elif block.treatment in ("whitened", "canonical") and not block.biases and not blind:
         reasons.append("no bias trains with it: implied bias")
-    if unshown(state):
-        reasons.append("no input seen so far (cross-attention and sparse tensors show none): stepsize scaling alone")
+    if blind:
+        called = ", by the batch's squared gradients if it was called" if block.treatment == "canonical" else ""
+        reasons.append(UNSEEN + called)
     if len(entry.places) > 1:
         reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
     if entry.batch_dim == 1 and block.treatment != "plain":
@@ -79,42 +91,42 @@ def why_treated(block: Block, state: dict[str, Any]) -> str:
     return "; ".join(reasons)
 
 
-def unshown(state: dict[str, Any]) -> bool:
-    """Whether a layer has moved without ever showing its input (reads the device)."""
+def unseen_so_far(state: dict[str, Any]) -> bool:
+    """Whether a layer has moved though none of its inputs was ever seen: in fan-in coordinates (reads the device)."""
     mass, step = state.get("mass"), state.get("step")
     return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
 
 
-def fired_of(staged: Staged) -> dict[str, tuple[float, float]]:
+def guard_rates(staged: Staged) -> dict[str, tuple[float, float]]:
     """How often each guard fired since the start, by `layer_name`: share of inputs raised, of units held back."""
-    found: dict[str, tuple[float, float]] = {}
+    shares: dict[str, tuple[float, float]] = {}
     for block, stage in staged:
         if stage is not None and block.entry is not None and not block.alone:
             raised, held, steps = stage.fired.tolist()
             inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
-            found[layer_name(block.entry)] = (raised / inputs, held / units)
-    return found
+            shares[layer_name(block.entry)] = (raised / inputs, held / units)
+    return shares
 
 
 def layer_name(entry: Entry) -> str:
-    """The name of a layer; of a weight, where its layer has several, as an attention has."""
+    """The name of a layer, or of its weight where a layer has several weights, as an attention has."""
     return entry.path if len(entry.kind.slots(entry.module)) == 1 else join(entry.path, entry.slot.weight)
 
 
-def unseen_of(staged: Staged, wait: bool) -> str | None:
-    """A sentence on the first layer that has a gradient but no statistics, if there is one.
+def missing_statistics(staged: Staged, wait: bool) -> str | None:
+    """A warning about the first layer that has a gradient but no statistics of this step; None if there is none.
 
-    Statistics on another device are read only if we may `wait` for them.
+    Statistics on another device are only read if `wait` allows the host to wait for them.
     """
     for block, stage in staged:
         entry = block.entry
         if stage is None or entry is None or not block.weight.requires_grad:
             continue
-        known = stage.device.type == "cpu" or (wait and stage.device.type != "meta")
-        if known and not stage.applied:
+        readable = stage.device.type == "cpu" or (wait and stage.device.type != "meta")
+        if readable and not stage.applied:
             return (
                 f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
                 "step (compiled without its hooks? then torch._dynamo.reset() helps; eval mode? a functional call?); "
-                "using its last moments."
+                "using its last moments, or fan-in coordinates if it has none."
             )
     return None

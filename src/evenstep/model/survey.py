@@ -1,4 +1,4 @@
-"""Which parameter of a model belongs to which layer, and how it is treated: the survey behind `opt.coverage()`."""
+"""Which parameter of a model belongs to which layer: the survey behind `opt.coverage()`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..parallel import dtensor as shards
-from .layers import LayerKind, Slot, batch_second, check_layout, kind_of, overrides_forward
+from .kinds import LayerKind, Slot
+from .layers import batch_second, check_layout, kind_of, overrides_forward
 
 
 class Row(NamedTuple):
-    """One parameter: its name, the kind of its layer, its treatment, and why."""
+    """One parameter: its name, the class of its layer, its treatment, and the reason if there is something to say."""
 
     parameter: str
     layer: str
@@ -25,13 +26,13 @@ class Coverage(list[Row]):
     """The rows of `opt.coverage()`; prints as a table."""
 
     def __str__(self) -> str:
-        """Columns aligned, one line a parameter."""
+        """Aligned columns, one line per parameter."""
         table = [Row._fields, *self]
         widths = [max(len(row[k]) for row in table) for k in range(len(Row._fields))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table)
 
     def summary(self) -> str:
-        """How many parameters got which treatment, in one line.
+        """The number of parameters with each treatment, in one line.
 
         >>> Coverage([Row("a", "Linear", "whitened", ""), Row("b", "", "plain", "")]).summary()
         '1 whitened, 1 plain'
@@ -42,7 +43,7 @@ class Coverage(list[Row]):
 
 @dataclass(eq=False)
 class Entry:
-    """One weight of the model with every place that uses it: one, or several where weights are tied."""
+    """One weight of the model and every place that uses it: several where weights are tied."""
 
     kind: LayerKind
     slot: Slot
@@ -51,12 +52,12 @@ class Entry:
 
     @property
     def path(self) -> str:
-        """Name of the layer, for messages: that of its first place."""
+        """The name of the layer in messages: the path of its first place."""
         return self.places[0][0]
 
     @property
     def name(self) -> str:
-        """The name of the weight at its first place, which no other entry of the model has."""
+        """The name of the weight at its first place; unique in the model."""
         return f"{self.path}.{self.slot.weight}"
 
     @property
@@ -66,13 +67,13 @@ class Entry:
 
     @property
     def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
-        """The parameters among which the weight is, and its name there."""
+        """The dict of parameters that contains the weight, and its key there."""
         owner, _, last = self.slot.weight.rpartition(".")
         return self.module.get_submodule(owner)._parameters, last
 
     @property
     def weight(self) -> Tensor:
-        """The weight as it is now: looked up each time, since frameworks replace parameters."""
+        """The current weight: looked up each time, since frameworks replace parameters."""
         weight = lookup(self.module, self.slot.weight)
         if weight is None:
             raise RuntimeError(
@@ -83,7 +84,7 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """The whole weight's in the core's layout, [group, unit, input, kernel]."""
+        """The shape of the whole weight as [group, unit, input, kernel]."""
         return self._layout(self.weight).shape
 
     def _layout(self, weight: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class Entry:
 
     @property
     def unfit(self) -> str | None:
-        """Why the layer, though known, cannot have coordinates as its parameters lie on ranks; None if it can."""
+        """Why the way in which ranks share the parameters rules out coordinates for the layer; None if it does not."""
         weight, biases = self.weight, self.biases
         if not any(shards.sharded(p) for p in [weight, *biases]):
             return None
@@ -99,9 +100,9 @@ class Entry:
 
     @property
     def biases(self) -> list[Tensor | None]:
-        """The bias at each place, each once; None for a place without one."""
-        found = [lookup(module, self.slot.bias) for _, module in self.places]
-        return [b for k, b in enumerate(found) if not any(b is other for other in found[:k])]
+        """The distinct biases of all places; None stands for a place without one."""
+        biases = [lookup(module, self.slot.bias) for _, module in self.places]
+        return [b for k, b in enumerate(biases) if not any(b is other for other in biases[:k])]
 
 
 def lookup(module: nn.Module, name: str | None) -> Tensor | None:
@@ -113,34 +114,36 @@ def lookup(module: nn.Module, name: str | None) -> Tensor | None:
 
 
 def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tuple[list[Entry], dict[int, str]]:
-    """The model's entries, and for weights left out the reason, by id.
+    """The model's entries and, by id, the reason for each parameter of a known layer that is in none.
 
-    `wanted(name, weight)` gives a reason to leave a weight out, or None.
+    `wanted(name, parameter)` gives a reason to leave a parameter out, or None.
     """
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
     second = any(batch_second(module) for module in model.modules())
     known = Known(model)
     for path, module, kind, slot in slots(model):
-        weight = lookup(module, slot.weight)
+        weight, bias = lookup(module, slot.weight), lookup(module, slot.bias)
         if weight is None:
             continue
-        reason = wanted(join(path, slot.weight), weight) or known.why_shared(weight, kind, kind.groups(module))
-        if reason:
-            reasons |= {id(p): reason for p in (weight, lookup(module, slot.bias)) if p is not None}
+        unwanted = None if bias is None or slot.bias is None else wanted(join(path, slot.bias), bias)
+        excluded = wanted(join(path, slot.weight), weight)
+        if excluded or known.mixed(weight, kind, kind.groups(module)):
+            reasons[id(weight)] = excluded or known.others(weight)
+            if bias is not None:
+                reasons[id(bias)] = unwanted or f"its weight is {excluded or known.others(weight, module)}"
             continue
         check_layout(path, module, kind, weight)
         entry = entries.setdefault(id(weight), Entry(kind, slot, int(second)))
         entry.places.append((path, module))
-        bias = lookup(module, slot.bias)
-        if bias is not None and slot.bias is not None and (reason := wanted(join(path, slot.bias), bias)):
-            reasons[id(bias)] = reason
+        if unwanted:
+            reasons[id(bias)] = unwanted
             entry.slot = slot._replace(bias=None)
     return list(entries.values()), reasons
 
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
-    """Every slot of every known layer; a layer inside a known one (an attention's out_proj) belongs to that one."""
+    """Every slot of every known layer; modules inside a layer, such as an attention's out_proj, belong to it."""
     inner: set[nn.Module] = set()
     for path, module in model.named_modules():
         kind = kind_of(module)
@@ -151,22 +154,26 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
 
 
 class Known:
-    """Which layers and modules of a model have which weight."""
+    """Which layers and modules of a model use which weight."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`shapes` has the kind and groups of each slot by its weight's name, `holders` who has each parameter."""
+        """`shapes`: kind and groups of each slot, by its weight's name. `holders`: the modules with each parameter."""
         self.shapes = {join(path, slot.weight): (kind, kind.groups(m)) for path, m, kind, slot in slots(model)}
         self.holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 self.holders.setdefault(id(parameter), []).append((name, path, module))
 
-    def why_shared(self, weight: Tensor, kind: LayerKind, groups: int) -> str | None:
-        """Why a weight with several owners cannot have one entry; None if it can."""
-        for name, path, module in self.holders[id(weight)]:
-            if self.shapes.get(join(path, name)) != (kind, groups):
-                return f"shared with {type(module).__name__} '{path}'"
-        return None
+    def mixed(self, weight: Tensor, kind: LayerKind, groups: int) -> bool:
+        """Whether the owners of a weight lay it out differently, so that it cannot have one entry."""
+        return any(self.shapes.get(join(path, name)) != (kind, groups) for name, path, _ in self.holders[id(weight)])
+
+    def others(self, weight: Tensor, owner: nn.Module | None = None) -> str:
+        """The owners of a shared weight but `owner`; by default the first, under whose name coverage() lists it."""
+        holders = self.holders[id(weight)]
+        owner = holders[0][2] if owner is None else owner
+        others = [f"{type(module).__name__} '{path}'" for _, path, module in holders if module is not owner]
+        return "shared with " + (", ".join(others) or "another parameter of its module")
 
 
 def join(path: str, name: str) -> str:
@@ -179,17 +186,17 @@ def join(path: str, name: str) -> str:
 
 
 def owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """For each parameter, by id, its first name and the module that holds it."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+    """For each parameter, by id, its first name and the module that has it under that name."""
+    first: dict[int, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), (join(path, name), module))
-    return found
+                first.setdefault(id(parameter), (join(path, name), module))
+    return first
 
 
 def why_plain(owner: nn.Module, name: str) -> str:
-    """Why the parameter `name` of `owner`, which no entry holds, is plain."""
+    """Why the parameter `name` of `owner`, which is in no entry, is plain."""
     if isinstance(owner, ParametrizationList):
         return "its layer's weight is computed from it"
     if overrides_forward(owner):
@@ -203,7 +210,7 @@ def why_plain(owner: nn.Module, name: str) -> str:
 
 
 def described(cls: type[nn.Module]) -> str:
-    """A class by its name, or in full where it is called like one of torch.nn's.
+    """The name of a class, with its module if torch.nn has another class of that name.
 
     >>> described(nn.Linear)
     'Linear'

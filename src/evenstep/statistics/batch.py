@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
-from ..model.layers import Look
+from ..model.kinds import Look
 
 HELD = 2**18  # numbers beyond which a call is added up at once
 graph_task = torch._C._current_graph_task_id

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..math.moments import sum_about
-from ..model.layers import SHAPED, LayerKind, rows_of, shown
+from ..model.kinds import BY_SHAPE, LayerKind, first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
 from .batch import Forwards, Glance, Stage, glance, graph_task
@@ -68,7 +68,7 @@ class Watch:
         self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
         self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
         self.glances: dict[Any, Glance] = {}
-        self.shaped = inputs and not gradients and type(kind) in SHAPED  # whether shapes tell all but the numbers
+        self.shaped = inputs and not gradients and type(kind) in BY_SHAPE  # whether shapes tell all but the numbers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Count training forwards alone: not eval(), no_grad, inference_mode, transforms, traces, nor a second run.
@@ -98,7 +98,7 @@ class Watch:
 
     def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
-        x, stage = args[0] if args else shown(args, kwargs), self.stages[0]
+        x, stage = args[0] if args else first_input(args, kwargs), self.stages[0]
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
@@ -215,7 +215,7 @@ class Collector:
         groups, units, inputs, _ = entry.shape
         return Stage(
             groups * inputs,
-            groups * units if self.gradients and entry.slot.shown else 0,
+            groups * units if self.gradients and entry.slot.output_visible else 0,
             entry.weight,
             stuffed=entry.kind.stuffed,
             limit=limit,

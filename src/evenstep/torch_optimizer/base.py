@@ -13,7 +13,8 @@ from .. import checks
 from ..coordinates.base import Coordinates, Statistics
 from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
-from ..model.coverage import coverage_of, fired_of
+from ..model.claims import claim, release
+from ..model.coverage import coverage_of, guard_rates
 from ..model.survey import Coverage, Entry, survey
 from ..parallel import reduce as distributed
 from ..rules.base import Rule
@@ -133,6 +134,8 @@ class ModelOptimizer(Optimizer):
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
+        if (rival := claim(self)) is not None:
+            self._warn("rival", rival)
         if self.statistics:
             self._collector.attach(self)
             if not trained:
@@ -145,6 +148,7 @@ class ModelOptimizer(Optimizer):
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
+        release(self)
         if self._collector is not None:
             self._collector.detach()
 
@@ -179,7 +183,7 @@ class ModelOptimizer(Optimizer):
         if entry is None:
             return self._kept(Coordinates, rule), rule, True
         kind = self.coordinates
-        hidden = not entry.slot.seen or (kind.needs >= Statistics.GRADIENTS and not entry.slot.shown)
+        hidden = not entry.slot.input_visible or (kind.needs >= Statistics.GRADIENTS and not entry.slot.output_visible)
         if kind.needs and (alone or hidden):
             kind = FanIn
         # a stepsize for gradients in canonical coordinates is far too small elsewhere
@@ -227,7 +231,7 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return fired_of(self._staged(self._blocks(lambda p: p.requires_grad)))
+        return guard_rates(self._staged(self._blocks(lambda p: p.requires_grad)))
 
     @property
     def nonfinite_steps(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
 from ..coordinates.base import Statistics
-from ..model.coverage import unseen_of
+from ..model.coverage import missing_statistics
 from ..parallel import reduce
 from ..statistics.batch import Stage
 from ..step import plan as plans
@@ -210,7 +210,7 @@ class CoordinateOptimizer(ModelOptimizer):
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
         if self.statistics == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = unseen_of(self._staged(blocks), wait)
+        message = missing_statistics(self._staged(blocks), wait)
         if self._collector is None:
             message = NO_MODEL if blocks else None
         if message is not None:

@@ -1,8 +1,8 @@
 """The step of many blocks in five launches, whatever the network; one more where a torch rule gives the steps.
 
-`frame` finds the coordinates, `add_up` the sums over each unit's row, `measure` how far each unit goes, `move` moves the
-weights, `commit` lets the batch join the moments. `torch_step` is the same in torch operations. All is masked on the
-device: the host never waits.
+`frame` finds the coordinates, `add_up` the sums over each unit's row, `measure` how far each unit goes, `move` moves
+the weights, `commit` lets the batch join the moments. `torch_step` is the same in torch operations. All is masked on
+the device: the host never waits.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ PARTS = 16  # programs that share a block whose units do not depend on each othe
 def serves(block: Block, stage: Stage | None, state: Any) -> bool:
     """Whether the kernels can make a block's step: plain tensors, units as rows in memory, at most one bias."""
     weight, group = block.weight, block.group
-    if weight.device.type != "cuda" or weight.dtype not in KINDS or not available() or group["foreach"] is False:
+    if not runs_on(weight) or group["foreach"] is False:
         return False
     if (
         group.get("reduction") == "sum"
@@ -63,6 +63,11 @@ def serves(block: Block, stage: Stage | None, state: Any) -> bool:
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
     return alike and dense and has_first_dtypes(block, stage, state)
+
+
+def runs_on(weight: Tensor) -> bool:
+    """Whether there are kernels for the device and the dtype of a weight."""
+    return weight.device.type == "cuda" and weight.dtype in KINDS and available()
 
 
 def frozen(block: Block) -> list[Tensor]:
@@ -270,7 +275,7 @@ class TritonStep:
     # torch rules
 
     def _rule_rows(self) -> list[tuple[int, int]]:
-        """Distances between rows, and between biases, of what a torch rule sees; finds where each block begins there."""
+        """Distances between rows, and between biases, of what a torch rule sees; also where each block begins."""
         self.rule_starts: list[tuple[int, int]] = []
         self.rule_total, gaps = 0, []
         for block in self.blocks:

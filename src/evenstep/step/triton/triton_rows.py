@@ -1,4 +1,4 @@
-# ruff: noqa: D103, E501, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
+# ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
 """The Triton code of a step with one program for each unit, along its row of weights: sums, then motion.
 
 Where a rule of torch's gives the steps (`EXTERNAL`), it is shown the gradients first, and both take its steps for them.

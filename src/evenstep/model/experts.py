@@ -1,0 +1,113 @@
+"""Transformers' fused experts: one module with the stacked weights of all experts, [expert, unit, input].
+
+`MixtralExperts`, `Qwen2MoeExperts` and some fifty classes like them take (hidden_states, indices, routing weights) and
+apply to each token the experts that its row of indices names. Each expert is a group with moments of its own.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kinds import LayerKind, Look, Slot
+
+INDICES = ("top_k_index", "router_indices")  # what Transformers calls the experts chosen for each token
+
+
+class ExpertsKind(LayerKind):
+    """A first projection (`gate_up_proj` or `up_proj`) whose input is visible, and a `down_proj` whose input is not.
+
+    The input of `down_proj` is an activation inside the module. Reading it would mean running the experts twice.
+    """
+
+    def slots(self, module: nn.Module) -> Sequence[Slot]:
+        """The first projection, then `down_proj`; the module's output mixes experts, so no gradient is visible."""
+        first = first_projection(module)
+        return [
+            Slot(first, f"{first}_bias", output_visible=False),
+            Slot("down_proj", "down_proj_bias", input_visible=False, output_visible=False),
+        ]
+
+    def groups(self, module: nn.Module) -> int:
+        """One group per expert."""
+        return module.get_parameter("down_proj").shape[0]
+
+    def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """[expert, unit, input], or [expert, input, unit] where transposed → [group, unit, input, 1]."""
+        return (weight.mT if transposed(module) else weight).unsqueeze(-1)
+
+    def unmatrix(self, module: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
+        """Back to [expert, unit, input] or [expert, input, unit]."""
+        return matrix.squeeze(-1).mT if transposed(module) else matrix.squeeze(-1)
+
+    def look(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
+    ) -> Sequence[Look | None]:
+        """Counts as a Linear's on the same tokens (S is that of the layers around), and each expert's moments."""
+        x = args[0] if args else kwargs["hidden_states"]
+        (counts,) = super().look(module, (x,), {}, output, batch_dim)
+        assert counts is not None
+        indices = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_floating_point())
+        rows = two_rows(x.detach(), indices, self.groups(module))
+        return [counts._replace(x=rows, dim=1), counts._replace(x=None)]
+
+
+def two_rows(x: Tensor, indices: Tensor, experts: int) -> Tensor:
+    """[2, expert · input]: m ± s, whose mean and variance are those of the tokens that each expert got.
+
+    An expert without tokens gets the moments of all tokens. Statistics have one row count for all inputs of a layer,
+    so every expert must have the same number of rows.
+
+    >>> x = torch.tensor([[1.0], [3.0], [8.0]])
+    >>> two_rows(x, torch.tensor([[0], [0], [1]]), 2)
+    tensor([[3., 8.],
+            [1., 8.]])
+    """
+    x = x.reshape(-1, x.shape[-1])
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    chosen = (indices.reshape(len(x), -1, 1) == torch.arange(experts, device=x.device)).any(1).to(x.dtype)
+    tokens = chosen.sum(0)
+    share = torch.where(tokens > 0, chosen / tokens.clamp(min=1), 1 / max(1, len(x))).T
+    centre = x.mean(0)  # squares are summed about it, since float32 would cancel about 0
+    deviation = x - centre
+    with torch.autocast(x.device.type, enabled=False):
+        offset, square = share @ deviation, share @ (deviation * deviation)
+    spread = (square - offset * offset).clamp(min=0).sqrt()
+    return (centre + torch.stack([offset + spread, offset - spread])).flatten(1)
+
+
+def experts_of(module: nn.Module) -> LayerKind | None:
+    """The kind of a module whose forward Transformers defines for stacked experts; None for any other module.
+
+    A wrapped forward still has the module and the signature of the one it wraps; a subclass's own forward has not.
+    """
+    forward = type(module).forward
+    if not getattr(forward, "__module__", "").startswith("transformers.models."):
+        return None
+    first, takes = first_projection(module), inspect.signature(forward).parameters
+    stacked = [module._parameters.get(name) for name in (first, "down_proj")]
+    if any(w is None or w.dim() != 3 for w in stacked) or not any(name in takes for name in INDICES):
+        return None
+    # the fused step takes biases that are vectors; stacks with biases are transposed, so that it never gets them
+    return EXPERTS if transposed(module) or module._parameters.get(f"{first}_bias") is None else None
+
+
+def first_projection(module: nn.Module) -> str:
+    """The name of the projection that experts apply to their input."""
+    return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj"
+
+
+def transposed(module: nn.Module) -> bool:
+    """Whether weights are [expert, input, unit].
+
+    Older versions do not say so; there, the first projection's dimension 1 is the size that `down_proj` ends in.
+    """
+    if hasattr(module, "is_transposed"):
+        return bool(module.is_transposed)
+    first, down = module.get_parameter(first_projection(module)), module.get_parameter("down_proj")
+    return first_projection(module) == "gate_up_proj" and first.shape[1] == down.shape[2]
+
+
+EXPERTS = ExpertsKind()

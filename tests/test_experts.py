@@ -1,0 +1,236 @@
+"""Transformers' fused experts: stacked weights step like a layer for each expert."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+import evenstep
+from cases import OPTIMIZERS
+from evenstep.model.experts import ExpertsKind, two_rows
+
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def table(optimizer):
+    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+
+
+class Experts(nn.Module):
+    """Stacked weights of 4 experts, laid out and called as Transformers does since version 5."""
+
+    def __init__(self, hidden=3, inner=5, bias=False, transposed=False, gate=True):
+        super().__init__()
+        self.is_transposed, self.gate = transposed, gate
+        shapes = [(4, (2 if gate else 1) * inner, hidden), (4, hidden, inner)]
+        first = "gate_up_proj" if gate else "up_proj"
+        for name, shape in zip((first, "down_proj"), shapes, strict=True):
+            weight = torch.randn(shape) / 2
+            self.register_parameter(name, nn.Parameter(weight.mT.contiguous() if transposed else weight))
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(shape[:2])))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        first = "gate_up_proj" if self.gate else "up_proj"
+        output = torch.zeros_like(hidden_states)
+        for expert in range(4):
+            token, place = torch.where(top_k_index == expert)
+            y = self.project(first, hidden_states[token], expert)
+            if self.gate:
+                gate, up = y.chunk(2, -1)
+                y = functional.silu(gate) * up
+            y = self.project("down_proj", y, expert) * top_k_weights[token, place, None]
+            output = output.index_add(0, token, y)
+        return output
+
+    def project(self, name, x, expert):
+        weight, bias = getattr(self, name)[expert], getattr(self, f"{name}_bias", None)
+        return functional.linear(x, weight.T if self.is_transposed else weight, None if bias is None else bias[expert])
+
+
+Experts.forward.__module__ = "transformers.models.some_moe.modeling_some_moe"
+
+
+class Mixture(nn.Module):
+    """Sends each token to two of the experts."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, index):
+        return self.experts(x, index, torch.full(index.shape, 0.5).to(x))
+
+
+class Expert(nn.Module):
+    """One expert of a stack, as layers of its own."""
+
+    def __init__(self, stack, k):
+        super().__init__()
+        first = "gate_up_proj" if stack.gate else "up_proj"
+        self.first, self.down = (self.layer(stack, name, k) for name in (first, "down_proj"))
+        self.gate = stack.gate
+
+    def layer(self, stack, name, k):
+        weight = getattr(stack, name)[k].detach()
+        weight = weight.T if stack.is_transposed else weight
+        bias = getattr(stack, f"{name}_bias", None)
+        layer = nn.Linear(*weight.shape[::-1], bias=bias is not None).double()
+        layer.weight.data.copy_(weight)
+        if bias is not None:
+            layer.bias.data.copy_(bias[k])
+        return layer
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.gate:
+            gate, up = y.chunk(2, -1)
+            y = functional.silu(gate) * up
+        return self.down(y)
+
+
+class ApartExperts(nn.Module):
+    """The mixture with its experts as modules of their own."""
+
+    def __init__(self, stack):
+        super().__init__()
+        self.parts = nn.ModuleList(Expert(stack, k) for k in range(4))
+
+    def forward(self, x, index):
+        output = torch.zeros_like(x)
+        for k, part in enumerate(self.parts):
+            token = torch.where(index == k)[0]
+            output = output.index_add(0, token, 0.5 * part(x[token]))
+        return output
+
+
+def routed(tokens=24, experts=4):
+    """Tokens of experts that differ in mean and scale, and two experts for each."""
+    index = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)])
+    x = torch.randn(tokens, 3).double() * (1 + index.sum(1, keepdim=True)) + index[:, :1]
+    return x, index
+
+
+STACKS = {
+    "gated": {},
+    "transposed": {"transposed": True},
+    "transposed, biased": {"transposed": True, "bias": True},
+    "without gate": {"gate": False},
+}
+
+
+every_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+EXACT = {"damping": 0.0, "fresh_max": None, "trust": None}
+
+
+@every_stack
+def test_fused_experts_step_like_experts_apart(stack):
+    """Undamped, since damping is relative to all experts: three steps equal those of a Linear for each expert."""
+    model = Mixture(Experts(**stack).double())
+    twin = ApartExperts(model.experts)
+    lr, names = 0.02, [name for name, _ in model.experts.named_parameters()]
+    optimizer = evenstep.WhitenedSGD(model, lr=lr, **EXACT)
+    treatments = {name: how for name, (how, _) in table(optimizer).items()}
+    assert treatments == {f"experts.{n}": "fan-in" if "down" in n else "whitened" for n in names}
+    assert table(optimizer)["experts.down_proj"][1] == "its input is not seen"
+    downs = [part.down for part in twin.parts]
+    others = [
+        evenstep.WhitenedSGD([p for part in twin.parts for p in part.first.parameters()], lr=lr, model=twin, **EXACT),
+        evenstep.FanInSGD([p for down in downs for p in down.parameters()], lr=lr, model=nn.ModuleList(downs)),
+    ]
+    for _ in range(3):
+        x, index = routed()
+        for network, group in ((model, [optimizer]), (twin, others)):
+            network.zero_grad()
+            (network(x, index) - 1).square().mean().backward()
+            for each in group:
+                each.step()
+    for k, part in enumerate(twin.parts):
+        for p, q in zip(Expert(model.experts, k).parameters(), part.parameters(), strict=True):
+            assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.feature("Transformers' fused experts")
+@every_optimizer
+def test_fused_experts_train_with_every_optimizer(case):
+    """Also those that no token chooses in a step, and in every layout."""
+    for stack in STACKS.values():
+        model = nn.ModuleList([nn.Linear(3, 3), Mixture(Experts(**stack))]).double()
+        optimizer = case.build(model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for k in range(3):
+            x, index = routed(experts=4 if k == 0 else 3)
+            optimizer.zero_grad()
+            model[1](model[0](x), index).square().mean().backward()
+            optimizer.step()
+        for name, p in model.named_parameters():
+            assert p.isfinite().all() and not torch.equal(p, before[name]), name
+
+
+def test_an_expert_without_tokens_gets_the_moments_of_all_tokens():
+    model = Mixture(Experts().double())
+    optimizer = evenstep.WhitenedSGD(model)
+    x, index = routed(experts=3)
+    model(x, index).square().mean().backward()
+    optimizer.step()
+    state = optimizer.state[model.experts.gate_up_proj]
+    mean, var = state["mx"].view(4, 3), state["vx"].view(4, 3)
+    for k in range(4):
+        own = x[(index == k).any(1)] if k < 3 else x
+        assert_close(mean[k], own.mean(0))
+        assert_close(var[k], own.var(0, correction=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(dtype):
+    x, index = torch.randn(64, 3) + 1000, torch.randint(4, (64, 2))
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        rows = two_rows(x, index, 4).double().view(2, 4, 3)
+    for k in range(4):
+        own = x[(index == k).any(1)].double()
+        assert_close(rows.mean(0)[k], own.mean(0), rtol=1e-6, atol=0)
+        assert_close(rows.var(0, correction=0)[k], own.var(0, correction=0), rtol=1e-2, atol=0)
+
+
+def test_indices_beyond_the_experts_count_for_none():
+    """Expert parallelism and identity experts mark tokens of other experts so."""
+    x = torch.tensor([[1.0], [3.0], [100.0]])
+    assert_close(two_rows(x, torch.tensor([[0], [0], [7]]), 1), torch.tensor([[3.0], [1.0]]))
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_experts_called_with_sequences_share_as_a_linear_does(by_keyword):
+    model, x = Experts().double(), torch.randn(5, 7, 3).double()
+    index = torch.randint(4, (35, 2))
+    kind = ExpertsKind()
+    call = {"top_k_index": index, "top_k_weights": torch.ones(35, 2), "hidden_states": x}
+    args, kwargs = ((), call) if by_keyword else ((x, index), {})
+    first, down = kind.look(model, args, kwargs, x, 0)
+    assert (first.examples, first.applied) == (down.examples, down.applied) == (5, 35)
+    assert_close(first.x, two_rows(x, index, 4))
+    assert down.x is None
+
+
+class OwnExperts(Experts):
+    """Experts with a user's own forward, which may compute anything."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(2 * hidden_states, top_k_index, top_k_weights)
+
+
+class FlatExperts(Experts):
+    """Experts whose input is sorted already, so that nothing tells which token goes where."""
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+FlatExperts.forward.__module__ = Experts.forward.__module__
+
+
+@pytest.mark.parametrize("cls", [OwnExperts, FlatExperts, lambda: Experts(bias=True)])
+def test_experts_that_compute_something_else_are_plain(cls):
+    rows = table(evenstep.WhitenedSGD(nn.ModuleList([cls(), nn.Linear(2, 2)])))
+    name = type(cls()).__name__
+    assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", f"no whitened form for {name}")
