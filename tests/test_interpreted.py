@@ -39,11 +39,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from evenstep.kernels.input_sums import TALL
-from evenstep.step.triton.host import SHAPE, _kernels
+from evenstep.math import guards
+from evenstep.math.constants import STEADY
+from evenstep.step.triton.host import LAUNCH, TINY, kernels
 from evenstep.kernels import triton_input_sums
 
 tables = dict.fromkeys(("addresses", "shapes"), "*i64")
-floats = ("settings", "vectors", "layers", "sums", "motion", "fresh", "last", "fired")
+floats = ("settings", "vectors", "layers", "sums", "motion", "batch", "last", "fired")
 floats += ("slots", "centre", "tally", "seen", "clock")
 types = {**tables, **dict.fromkeys(floats, "*fp32"), "owner": "*i32", "ok": "*i1", "x": "*bf16"}
 types |= {"floor": "fp32", "one": "fp32"}
@@ -60,20 +62,21 @@ def build(kernel, warps, **constants):
 
 
 def built(name, **constants):
-    warps, block = SHAPE[name]
-    build(_kernels()[name].kernel, warps, **constants, BLOCK=block)
+    warps, block = LAUNCH[name]
+    build(kernels()[name].kernel, warps, **constants, BLOCK=block)
 
 
 for flag in (True, False):
-    built("frame", LINEAR=flag, STEADY=1e-6, DRIFT=0.2, SLOTS=16)
+    built("frame", LINEAR=flag, STEADY=STEADY, DRIFT=guards.DRIFT, SLOTS=16, TINY=TINY)
     built("commit")
     for other in (True, False):
-        crowd = 3.0 if flag else 0.0
-        for given in sorted({False, not flag}):
-            built("measure", EVEN=flag, GIVEN=given, GUARD=other, CROWD=crowd, PROJECT=other, TURNS=1 + other)
-            for name in ("add_up", "move", *(["show"] if given else [])):
-                rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "AHEAD": flag and other, "PROJECT": other}
-                built(name, **rule, GIVEN=given, KIND="bfloat16" if flag != given else "float32")
+        crowd = guards.CROWD if flag else 0.0
+        for external in sorted({False, not flag}):
+            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "CROWD": crowd, "LEAST": guards.LEAST}
+            built("measure", **rule, TINY=TINY, PROJECT=other, SWEEPS=1 + other)
+            for name in ("add_up", "move", *(["write_gradients"] if external else [])):
+                rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "NESTEROV": flag and other, "PROJECT": other}
+                built(name, **rule, EXTERNAL=external, KIND="bfloat16" if flag != external else "float32")
     for width, tall in TALL.items():
         build(triton_input_sums.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)
 print(len(sizes), "built,", min(sizes) > 1000)
