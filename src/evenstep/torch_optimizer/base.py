@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -211,43 +211,47 @@ class ModelOptimizer(Optimizer):
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, sealed. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        """As torch's, with a mark of its format and writer. Warns of steps that the device has skipped."""
         _ = self.nonfinite_steps
-        return checkpoints.seal(super().state_dict(), self._writer())
+        return checkpoints.marked(super().state_dict(), self._writer())
 
     def _writer(self) -> str:
-        """Who writes a checkpoint: the class of ours, whatever a subclass is called."""
+        """The evenstep class that a checkpoint belongs to, for subclasses, too."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
     def _known_state(self) -> tuple[set[str], set[str], bool]:
-        """The names that state may have, those that never lack, and whether the shapes of others are known, too."""
-        return set(checkpoints.OURS), {"step"}, False
+        """Names that state may have, names it must have, and whether further names are those of a rule of torch's."""
+        return set(checkpoints.OWN), {"step"}, False
 
-    def _check(self, state_dict: Any, sealed: bool) -> None:
+    def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
         """Refuse a state_dict that does not fit, before anything is changed."""
-        known, required, rule = self._known_state()
-        wanted: dict[Tensor, checkpoints.Wanted] = {}
-        for block in self._blocks(lambda p: True):
-            wanted |= checkpoints.wanted_of(block, self._stage(block), required, rule)
-        checkpoints.refuse(self._owner, checkpoints.misfits(state_dict, self.param_groups, wanted, known, sealed))
+        problems = [] if mark is None else checkpoints.mark_problems(mark, self._writer())
+        problems = problems or checkpoints.structure_problems(state_dict, self.param_groups)
+        if not problems:
+            known, required, torch_rule = self._known_state()
+            expected: dict[Tensor, checkpoints.Expected] = {}
+            for block in self._blocks(lambda p: True):
+                expected |= checkpoints.expected_of(block, self._stage(block), required, torch_rule)
+            problems = checkpoints.group_problems(self._owner, state_dict["param_groups"], self.defaults)
+            names = known if mark is None else None
+            problems += checkpoints.all_state_problems(state_dict, self.param_groups, expected, names)
+        checkpoints.refuse(self._owner, problems)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
-        fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
-        A group whose names are ours in another order is loaded by name.
+        A state_dict that does not fit is refused before anything is changed. Values are copied into live tensors where
+        there are any, since CUDA graphs hold those. A group with the same names in another order is loaded by name.
         """
-        sealed = checkpoints.seal_of(state_dict) is not None
-        if not hasattr(state_dict, "copy"):  # which torch calls before it looks
-            self._check(state_dict, sealed)
-        checkpoints.check_seal(self._owner, state_dict, self._writer())
+        mark = checkpoints.mark_of(state_dict)
+        if not hasattr(state_dict, "copy"):  # torch calls it before the hook below
+            self._check(state_dict, mark)
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
 
         def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             loaded = checkpoints.by_name(loaded, self.param_groups)
-            self._check(loaded, sealed)
+            self._check(loaded, mark)
             final.update(loaded)
             return final
 
