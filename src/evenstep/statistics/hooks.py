@@ -45,6 +45,19 @@ class ShownGradient(torch.autograd.Function):
         return grad, None, None
 
 
+def hookable(output: Tensor, dim: int) -> Tensor | None:
+    """A tensor whose hook gets the gradient of `output`, units along `dim`, whatever is done to `output` in place.
+
+    An in-place operation on a view takes the view's own node out of the graph, with its hooks, and records itself
+    behind its base. So the hook goes to the base if that has the same elements in the same order, else nowhere (None).
+    """
+    base = output._base
+    if base is None or type(output) is not Tensor or output.is_nested:
+        return output
+    same = base.numel() == output.numel() and base.shape[dim:] == output.shape[dim:]
+    return base if same and base.is_contiguous() and output.is_contiguous() else None
+
+
 class Traffic:
     """Whether anything, or an empty batch, came by since the last step (not kept in compiled code)."""
 
@@ -118,7 +131,8 @@ class Watch:
     def _watch_gradient(self, output: Any) -> Any:
         """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations.
 
-        Compilers do not take hooks on what they compile, or not well (torch 2.9, 2.11); a function of autograd they do.
+        Compiled code gets an autograd function instead: compilers reject hooks on tensors inside a graph, or run them
+        wrongly (torch 2.9, 2.11). So does a view that has no equivalent base to hook.
         """
         stage = self.stages[0]
         if not self.gradients or stage is None or not stage.units or not output.requires_grad:
@@ -129,9 +143,10 @@ class Watch:
                 f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {stage.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
-        if torch.compiler.is_compiling():
+        hooked = None if torch.compiler.is_compiling() else hookable(output, dim)
+        if hooked is None:
             return ShownGradient.apply(output, stage.g2, dim)  # type: ignore[no-untyped-call]
-        output.register_hook(lambda grad: add_square(stage.g2, grad, dim))
+        hooked.register_hook(lambda grad: add_square(stage.g2, grad, dim))
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
