@@ -949,7 +949,7 @@ def zero_first(y):
 
 IN_PLACE = {  # an operation in place, and the same in a new tensor
     "none": (lambda y: y.tanh(), lambda y: y.tanh()),
-    "relu": (lambda y: nn.ReLU(inplace=True)(y), lambda y: y.relu()),
+    "relu": (nn.ReLU(inplace=True), lambda y: y.relu()),
     "add": (lambda y: y.add_(1).square(), lambda y: (y + 1).square()),
     "several": (lambda y: zero_first(y.mul_(2).add_(1)).square(), lambda y: zero_first(2 * y + 1).square()),
     "slice": (lambda y: zero_first(y).square(), lambda y: zero_first(y.clone()).square()),
