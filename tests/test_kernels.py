@@ -14,7 +14,7 @@ from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layers import Look
-from evenstep.statistics.batch import Stage
+from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import tables
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -255,7 +255,7 @@ def inputs_like(shape, dtype, layout, device):
 def assert_moments_agree(x, dim, see, limit=None):
     """Hold what `see(stage, look)` adds up to the moments of `x` in float64, twice: the same in every run."""
     look = Look(x, dim, x.shape[0], x.numel() // x.shape[dim])
-    stage, again = (Stage(x.shape[dim], 0, torch.zeros(1, device=x.device), limit=limit) for _ in range(2))
+    stage, again = (LayerStatistics(x.shape[dim], 0, torch.zeros(1, device=x.device), limit=limit) for _ in range(2))
     for one in (stage, stage, again, again):
         see(one, look)
     assert torch.equal(stage.slots, again.slots)
@@ -274,8 +274,8 @@ def assert_moments_agree(x, dim, see, limit=None):
 @pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
 def test_moments_kernel_against_float64(shape, dim, limit, dtype, layout):
     x = inputs_like(shape, dtype, layout, "cuda")
-    assert kernel.serves(x, Stage(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
-    assert_moments_agree(x, dim, Stage.see, limit)
+    assert kernel.serves(x, LayerStatistics(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
+    assert_moments_agree(x, dim, LayerStatistics.add_call, limit)
 
 
 @pytest.mark.gpu
@@ -283,7 +283,7 @@ def test_moments_kernel_counts_examples_once_per_announced_forward_and_in_every_
     layer = nn.Linear(4, 4).cuda()
     model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     model(torch.randn(8, 4, device="cuda"))
     model(torch.randn(8, 4, device="cuda"))
     assert stage.examples.item() == 16 and stage.applied.item() == 32

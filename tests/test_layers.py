@@ -861,7 +861,7 @@ def test_a_model_in_training_can_be_traced(cls):
     traced = torch.jit.trace(model, x)
     found, expected = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in (traced, plain))
     assert found == expected
-    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert not any(stage.applied for stage in optimizer._statistics.layers.values())
     assert_close(traced(x), model(x))
 
 
@@ -875,7 +875,7 @@ def test_a_model_in_training_can_be_exported(cls):
     exported = torch.export.export(model, (x,))
     found, expected = ([str(node.target) for node in program.graph.nodes] for program in (exported, plain))
     assert found == expected
-    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert not any(stage.applied for stage in optimizer._statistics.layers.values())
     assert_close(exported.module()(x), model(x))
 
 
@@ -972,8 +972,8 @@ def test_g2_is_that_of_the_output_before_operations_in_place(output, change, mon
     wanted = g.square().movedim(units, -1).reshape(-1, 4).sum(0)
 
     optimizer = evenstep.CanonicalSGD(nn.Sequential(layer), lr=0.1)
-    (in_place(optimizer._collector.model(x)).flatten() @ weights).backward()
-    (stage,) = optimizer._collector.stages.values()
+    (in_place(optimizer._statistics.model(x)).flatten() @ weights).backward()
+    (stage,) = optimizer._statistics.layers.values()
     assert_close(stage.g2, wanted)
 
 
@@ -984,7 +984,7 @@ def test_g2_of_views_survives_checkpointing_and_retained_graphs(reentrant):
     (g,) = torch.autograd.grad(y.relu().square().sum(), y)
     model = nn.Sequential(layer, nn.ReLU(inplace=True))
     optimizer = evenstep.CanonicalSGD(model, lr=0.1)
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     y = model(x) if reentrant is None else checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
     loss = y.square().sum()
     loss.backward(retain_graph=reentrant is None)
@@ -1001,7 +1001,7 @@ def test_g2_of_a_gradient_penalty_adds_both_passes():
     (first,) = torch.autograd.grad(y.tanh().sum(), y, create_graph=True)
     (second,) = torch.autograd.grad((first @ layer.weight).square().sum(), y)
     optimizer = evenstep.CanonicalSGD(layer, lr=0.1)
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     (slope,) = torch.autograd.grad(layer(x).tanh_().sum(), x, create_graph=True)
     slope.square().sum().backward()
     assert_close(stage.g2, first.square().sum((0, 1)) + second.square().sum((0, 1)))
@@ -1017,7 +1017,7 @@ def test_an_attention_has_no_g2_and_the_layers_around_it_do():
     handle.remove()
     optimizer = evenstep.CanonicalSGD(block, lr=0.1)
     block(x).sin().sum().backward()
-    stages = optimizer._collector.staged()
+    stages = optimizer._statistics.items()
     assert_close(next(stage.g2 for entry, stage in stages if entry.path == "linear1"), g.square().sum((0, 1)))
     assert {entry.path for entry, stage in stages if not stage.units} == {"self_attn"}
 

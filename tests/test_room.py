@@ -14,7 +14,7 @@ import evenstep
 from evenstep.math.moments import thinned
 from evenstep.model.layers import Look
 from evenstep.statistics import batch as stages
-from evenstep.statistics.batch import Stage
+from evenstep.statistics.batch import LayerStatistics
 from evenstep.step import room
 from test_kernels import CPU_AND_GPU, OPTIMIZERS, Net, states, train
 
@@ -42,14 +42,14 @@ def assert_same(one, other):
         assert_close(found[key], value, msg=lambda m, key=key: f"{key}: {m}", **CLOSE)
     for key, shares in loop.fired().items():
         assert shares == pytest.approx(together.fired()[key], abs=0.02)  # one input whose variance is rounding alone
-    for a, b in zip(loop._collector.stages.values(), together._collector.stages.values(), strict=True):
+    for a, b in zip(loop._statistics.layers.values(), together._statistics.layers.values(), strict=True):
         assert_close(b.last, a.last, rtol=1e-5, atol=1e-7)
 
 
 def asked(stage):
     """What a stage has added up, by the way of a step on the CPU."""
     places = [torch.full_like(stage.centre, torch.nan) for _ in range(2)]
-    stage.sum_here(*places)
+    stage.write_sums(*places)
     return places
 
 
@@ -57,15 +57,15 @@ def asked(stage):
 @pytest.mark.parametrize(("shape", "dim"), [((9, 5), 1), ((4, 3, 7), 2), ((5, 6, 8, 9), 1), ((7,), 0)])
 def test_a_held_call_adds_up_to_what_was_seen(shape, dim, dtype):
     torch.manual_seed(0)
-    held, plain = (Stage(shape[dim], 0, torch.zeros(1), limit=40) for _ in range(2))
-    held.emptied()
+    held, plain = (LayerStatistics(shape[dim], 0, torch.zeros(1), limit=40) for _ in range(2))
+    held.mark_zero()
     for k in range(3):
         x = (3 + torch.randn(shape)).to(dtype)
         look = Look(x, dim, 2, 6, zeros=k)
-        held.see_like(x, stages.glance(x, look, 40))
+        held.add_planned_call(x, stages.plan_call(x, look, 40))
         plain._add(thinned(x, dim, 40), look)
-    counts, sums = held.counts_here(), asked(held)
-    assert held.held is not None and plain.held is None
+    counts, sums = held.counts(), asked(held)
+    assert held.pending is not None and plain.pending is None
     assert counts == plain.tally.tolist() == held.tally.tolist()
     assert_close(sums, [*plain.slots[0]])
     assert_close(held.slots, plain.slots)
@@ -76,7 +76,7 @@ def test_what_is_asked_for_can_be_asked_for_again():
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = evenstep.WhitenedSGD(model)
     model(torch.randn(8, 4))
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     sums = asked(stage)
     assert_close(asked(stage), sums)
     assert_close([*stage.slots[0]], sums)
@@ -88,7 +88,7 @@ def test_examples_are_counted_once_per_announced_forward_and_in_every_call_outsi
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     model(torch.randn(8, 4))
     model(torch.randn(8, 4))
     assert stage.examples.item() == 16 and stage.applied.item() == 32
@@ -100,7 +100,7 @@ def test_examples_are_counted_once_per_announced_forward_and_in_every_call_outsi
 def test_small_rooms_serve_large_layers(name, monkeypatch):
     monkeypatch.setattr(room, "KEPT", 0)
     monkeypatch.setattr(room, "PIECE", 16)
-    monkeypatch.setattr(stages, "HELD", 0)
+    monkeypatch.setattr(stages, "PENDING_LIMIT", 0)
     both = pair(name)
     for model, optimizer in both:
         train(optimizer, model, "cpu")
@@ -215,7 +215,7 @@ def test_a_batch_that_overflows_leaves_the_moments():
         train(optimizer, model, "cpu", steps=3)
         optimizer.zero_grad()
         (model(torch.arange(11)) - 1).square().mean().backward()
-        stage = next(s for e, s in optimizer._collector.staged() if e.weight is model.second.weight)
+        stage = next(s for e, s in optimizer._statistics.items() if e.weight is model.second.weight)
         stage.slots[0, 1, 2] = torch.inf
         before = optimizer.state[model.second.weight]["mx"].clone()
         optimizer.step()
@@ -336,7 +336,7 @@ def test_steps_of_layers_without_a_radius_are_not_told_of(name, fresh_max, trust
         groups = [{"params": free, "trust": None}, {"params": held, "trust": trust}]
         optimizer = OPTIMIZERS[name](groups, model=model, foreach=foreach, fresh_max=fresh_max)
         train(optimizer, model, "cpu")
-        stages = {entry.path: stage for entry, stage in optimizer._collector.staged()}
+        stages = {entry.path: stage for entry, stage in optimizer._statistics.items()}
         assert not stages["second"].last[2] and any(stage.last[2] for stage in stages.values())
         both.append((model, optimizer))
     assert_same(*both)

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from .math.moments import accumulation_dtype
 from .model.layers import KINDS, AttentionKind, LayerKind, kind_of
 from .model.survey import lookup
-from .statistics.hooks import Inert, Watch
+from .statistics.hooks import Hook, InertHook
 from .wiring import Wiring, listed
 
 LAYERS = tuple(cls for cls, kind in KINDS.items() if not isinstance(kind, AttentionKind))
@@ -160,7 +160,7 @@ def why_no_host(wiring: Wiring, layer: nn.Module) -> str | None:
 def why_hooked(module: nn.Module) -> str | None:
     """Whether a hook of others may change what goes into a module, or comes out of it."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "has a forward hook; remove it first" if any(not isinstance(h, (Watch, Inert)) for h in hooks) else None
+    return "has a forward hook; remove it first" if any(not isinstance(h, (Hook, InertHook)) for h in hooks) else None
 
 
 def why_unfixed(bn: _BatchNorm) -> str | None:

@@ -142,16 +142,16 @@ class CanonicalSGD(_SG):
 
     def _step_blocks(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
-        if self._collector is not None:
+        if self._statistics is not None:
             if scale is not None:
-                self._collector.unscale(scale)
-            self._common.examples = self._collector.examples() / self._world  # gradients are averaged over ranks
+                self._statistics.unscale(scale)
+            self._common.examples = self._statistics.examples() / self._world  # gradients are averaged over ranks
         super()._step_blocks(plan, agreed)
 
     def _gradients(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Of the mean loss, whatever the reduction."""
         on_weight, on_bias = super()._gradients(block)
-        if block.group["reduction"] == "mean" or self._collector is None:
+        if block.group["reduction"] == "mean" or self._statistics is None:
             return on_weight, on_bias
         examples = self._common.examples.to(on_weight.device)
         return on_weight / examples, None if on_bias is None else on_bias / examples

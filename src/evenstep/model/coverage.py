@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from ..step.block import Block
 from .survey import Coverage, Entry, Row, join, owners, why_plain
 
-Staged = Iterable[tuple[Block, Stage | None]]
+Staged = Iterable[tuple[Block, LayerStatistics | None]]
 
 
 def coverage_of(

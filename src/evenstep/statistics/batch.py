@@ -12,11 +12,11 @@ from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.layers import Look
 
-HELD = 2**18  # a pending call with more numbers than this is summed at once
+PENDING_LIMIT = 2**18  # a pending call with more numbers than this is summed at once
 graph_task_id = torch._C._current_graph_task_id
 
 
-class Glance(NamedTuple):
+class CallPlan(NamedTuple):
     """How to add calls with tensors of one shape and layout."""
 
     look: Look  # the counts of such a call, without its tensor
@@ -26,17 +26,17 @@ class Glance(NamedTuple):
     launches: dict[Any, Any]  # of the kernel, by device, dtype and alignment
 
 
-def glance(x: Tensor | None, look: Look, limit: int | None = None) -> Glance:
+def plan_call(x: Tensor | None, look: Look, limit: int | None = None) -> CallPlan:
     """The plan for calls with tensors like `x`, of which at most `limit` rows are read."""
     look = look._replace(x=None)
     if x is None:
-        return Glance(look, None, [], 0, {})
+        return CallPlan(look, None, [], 0, {})
     dim = look.dim % x.dim()
     row_dims = [d for d in range(x.dim()) if d != dim]
-    return Glance(look, lattice(x.detach(), dim, limit), row_dims, x.dim() - 1 - dim, {})
+    return CallPlan(look, lattice(x.detach(), dim, limit), row_dims, x.dim() - 1 - dim, {})
 
 
-class Forwards:
+class ForwardState:
     """What is known of the model's forward passes since the last step.
 
     `clocks` numbers them, with one tensor per device. A call outside of them reads `outside`: NaN, which equals no
@@ -45,8 +45,8 @@ class Forwards:
 
     running = False  # a forward pass is running
     started = False  # there was one, so that a backward pass may run parts of it again, as reentrant checkpointing does
-    rows = False  # an eager call had rows
-    empty = False  # an eager call had none
+    saw_rows = False  # an eager call had rows
+    saw_empty = False  # an eager call had none
 
     def __init__(self) -> None:
         """Clocks are made when a device is first used."""
@@ -65,7 +65,7 @@ class Forwards:
 
     def clear(self) -> None:
         """Start over after a step."""
-        self.running = self.started = self.rows = self.empty = False
+        self.running = self.started = self.saw_rows = self.saw_empty = False
 
 
 class PendingCalls:
@@ -88,7 +88,7 @@ class PendingCalls:
         if self.newest is not None:
             self.sums()
         self.newest = deviation, row_dims
-        if deviation.numel() > HELD:
+        if deviation.numel() > PENDING_LIMIT:
             self.sums()
 
     def sums(self) -> tuple[Tensor, Tensor] | None:
@@ -112,7 +112,7 @@ def sum_deviation(
     return first, torch.sum(deviation.mul_(deviation), row_dims, out=out[1])
 
 
-class Stage:
+class LayerStatistics:
     """What the hooks of one layer have added up since the last step.
 
     - `slots` is Σ(x − c) and Σ(x − c)², [slot, 2, input]. The GPU kernel adds to several slots in parallel, so that the
@@ -137,20 +137,20 @@ class Stage:
         *,
         stuffed: bool = False,
         limit: int | None = None,
-        forwards: Forwards | None = None,
+        forwards: ForwardState | None = None,
     ) -> None:
         """For `inputs` inputs and the squared gradients of `units` units; at most `limit` rows of a call are read."""
         dtype, device = accumulation_dtype(like.dtype), like.device
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
-        self.forwards = forwards or Forwards()
+        self.forwards = forwards or ForwardState()
         self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
         self._tally = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
-        self.centred = False  # whether the host knows that the centre is a running mean
+        self.centre_is_mean = False  # whether the host knows that the centre is a running mean
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
         self.seen = torch.zeros((), device=device)
         self.seen_at = 0  # version of the clock at the last eager call on the CPU
-        self.held: PendingCalls | None = None
+        self.pending: PendingCalls | None = None
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=device)
         self._use_device()
 
@@ -190,13 +190,13 @@ class Stage:
     @property
     def slots(self) -> Tensor:
         """Σ(x − c) and Σ(x − c)², in slots."""
-        self.write_held()
+        self.flush()
         return self._slots
 
     @property
     def tally(self) -> Tensor:
         """The numbers of rows, rows of zeros, uses of the weight, and examples."""
-        self.write_held()
+        self.flush()
         return self._tally
 
     @property
@@ -225,39 +225,39 @@ class Stage:
         sums = Sums(self.rows, first, second)
         return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
 
-    def sum_here(self, first: Tensor, second: Tensor) -> None:
+    def write_sums(self, first: Tensor, second: Tensor) -> None:
         """Write Σ(x − c) and Σ(x − c)² to tensors on the CPU."""
-        pending = self.held if self._is_zero() else None
+        pending = self.pending if self._is_zero() else None
         if pending is not None and pending.newest is not None and pending.total is None:
             pending.total, pending.newest = sum_deviation(*pending.newest, (first, second)), None
             return
         sums = None if pending is None else pending.sums()
         torch._foreach_copy_([first, second], self.slots[0].unbind() if sums is None else sums)
 
-    def counts_here(self) -> list[float]:
+    def counts(self) -> list[float]:
         """The tally as numbers, on the CPU."""
-        return self.held.counts if self.held is not None and self._is_zero() else self.tally.tolist()
+        return self.pending.counts if self.pending is not None and self._is_zero() else self.tally.tolist()
 
     def _is_zero(self) -> bool:
         """Whether the host knows the tensors to be zero; compiled code cannot ask (torch 2.11)."""
         return not torch.compiler.is_compiling() and self.zero_at == (self._slots._version, self._tally._version)
 
-    def write_held(self) -> None:
+    def flush(self) -> None:
         """Add pending calls to the tensors."""
-        if self.held is not None:
-            pending, self.held = self.held, None
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
             if (sums := pending.sums()) is not None:
                 torch._foreach_add_(self._slots[0].unbind(), sums)
             self._tally.add_(self._tally.new_tensor(pending.counts))
 
     # adding
 
-    def see(self, look: Look) -> None:
+    def add_call(self, look: Look) -> None:
         """Add one call."""
         x = None if look.x is None or not self.inputs else look.x.detach()
         if not torch.compiler.is_compiling():
             x = None if x is None else thinned(x, look.dim, self.limit)
-            return self.see_like(x, glance(x, look))
+            return self.add_planned_call(x, plan_call(x, look))
         if x is not None:
             self.to(x.device)
             tensors = self._slots, self.centre, self._tally, self.seen, self.clock
@@ -266,7 +266,7 @@ class Stage:
             x = thinned(x, look.dim, self.limit)
         return self._add(x, look)
 
-    def see_like(self, x: Tensor | None, plan: Glance) -> None:
+    def add_planned_call(self, x: Tensor | None, plan: CallPlan) -> None:
         """Add one eager call with a tensor that the plan was made for."""
         if x is not None and plan.rows is not None:
             self.to(x.device)
@@ -276,12 +276,12 @@ class Stage:
         elif x is None or not moments_kernel.add(x, plan.look, self, plan.launches):
             self._add(x, plan.look)
 
-    def _add_pending(self, x: Tensor | None, plan: Glance) -> None:
+    def _add_pending(self, x: Tensor | None, plan: CallPlan) -> None:
         """Add a call on the CPU to the pending ones."""
-        pending = self.held = self.held or PendingCalls()
+        pending = self.pending = self.pending or PendingCalls()
         look, counts = plan.look, pending.counts
         if x is not None and plan.rows is not None:
-            if not self.centred:
+            if not self.centre_is_mean:
                 self._centre_on(x, look.dim)
             centre = self._centres.get(plan.trailing)
             if centre is None:
@@ -325,7 +325,7 @@ class Stage:
 
     def _centre_on(self, x: Tensor, inputs: int) -> None:
         """Make the first row the centre if there is none."""
-        if torch.compiler.is_compiling() or not self.centred:
+        if torch.compiler.is_compiling() or not self.centre_is_mean:
             row = x
             for dim in reversed(range(x.dim())):
                 row = row if dim == inputs else row.select(dim, 0)
@@ -333,20 +333,20 @@ class Stage:
 
     # the step
 
-    def guarded(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
+    def count_guards(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count what the guards did in a step: inputs raised, units held back; and note its largest relative step."""
         self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
         self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
 
     def drop(self) -> list[Tensor]:
         """Drop pending calls; returns the tensors to be set to zero for the next step."""
-        self.held = None
+        self.pending = None
         found = [self.g2] if self.units else []
         if not (self._tally.is_cpu and self._is_zero()):
             found += [self._slots, self._tally]
         return found
 
-    def emptied(self) -> None:
+    def mark_zero(self) -> None:
         """Note that the tensors are zero now."""
         if not torch.compiler.is_compiling():
             self.zero_at = self._slots._version, self._tally._version

@@ -17,7 +17,7 @@ from ..math.moments import sum_about
 from ..model.layers import SHAPED, LayerKind, rows_of, shown
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
-from .batch import Forwards, Glance, Stage, glance, graph_task_id
+from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
 
 transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 PLANS = 8  # shapes of calls that a layer's hook remembers
@@ -59,37 +59,37 @@ def hookable(output: Tensor, dim: int) -> Tensor | None:
     return base if same and base.is_contiguous() and output.is_contiguous() else None
 
 
-class Inert:
+class InertHook:
     """What a hook becomes in a copy of the model: it does nothing."""
 
     def __call__(self, *args: Any) -> None:
         """Do nothing."""
 
 
-class Watch:
+class Hook:
     """A hook on a model, inert in copies of it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
         """In a copied model it does nothing."""
-        return Inert()
+        return InertHook()
 
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
         """In a pickled model it does nothing."""
-        return Inert, ()
+        return InertHook, ()
 
 
-class LayerHook(Watch):
+class LayerHook(Hook):
     """The forward hook of one module: adds its calls to the statistics of its weights."""
 
     def __init__(
-        self, kind: LayerKind, stages: list[Stage | None], batch_dim: int, inputs: bool, gradients: bool
+        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, inputs: bool, gradients: bool
     ) -> None:
-        """`stages` has one place per slot of the kind, None for a slot that is not trained."""
-        self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
+        """`layers` has one place per slot of the kind, None for a slot that is not trained."""
+        self.kind, self.layers, self.batch_dim = kind, layers, batch_dim
         self.inputs, self.gradients = inputs, gradients
-        self.plans: dict[Any, Glance] = {}
+        self.plans: dict[Any, CallPlan] = {}
         self.planned = inputs and not gradients and type(kind) in SHAPED  # calls of one shape are alike
-        self.forwards = next(stage.forwards for stage in stages if stage is not None)
+        self.forwards = next(layer.forwards for layer in layers if layer is not None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Add a training call of a layer that is not frozen; returns the output to use instead, or None.
@@ -105,33 +105,33 @@ class LayerHook(Watch):
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            for stage, look in zip(self.stages, looks, strict=True):
-                if stage is None or look is None:
+            for layer, look in zip(self.layers, looks, strict=True):
+                if layer is None or look is None:
                     continue
                 if eager:
-                    self.forwards.rows |= look.applied > 0
-                    self.forwards.empty |= look.applied == 0
+                    self.forwards.saw_rows |= look.applied > 0
+                    self.forwards.saw_empty |= look.applied == 0
                 if look.applied:
-                    stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
+                    layer.add_call(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
         return self._hook_gradient(output)
 
     def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Add an eager call with a plain tensor that is not empty, on a CPU or GPU; False if it is another one."""
-        x, stage = args[0] if args else shown(args, kwargs), self.stages[0]
+        x, layer = args[0] if args else shown(args, kwargs), self.layers[0]
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
         plan = self.plans.get(key)
         if plan is None:
             (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            if stage is None or look is None or not look.applied or not x.numel():
+            if layer is None or look is None or not look.applied or not x.numel():
                 return False
             if len(self.plans) > PLANS:
                 self.plans.clear()
-            plan = self.plans[key] = glance(x, look, stage.limit)
-        assert stage is not None
-        stage.see_like(x, plan)
-        self.forwards.rows = True
+            plan = self.plans[key] = plan_call(x, look, layer.limit)
+        assert layer is not None
+        layer.add_planned_call(x, plan)
+        self.forwards.saw_rows = True
         return True
 
     def _hook_gradient(self, output: Any) -> Any:
@@ -140,26 +140,26 @@ class LayerHook(Watch):
         A full backward hook would forbid activations in place, so this is a hook on a tensor. Compilers do not take
         those, or not well (torch 2.9, 2.11), and some views have no tensor to hook: they get an autograd function.
         """
-        stage = self.stages[0]
-        if not self.gradients or stage is None or not stage.units or not output.requires_grad:
+        layer = self.layers[0]
+        if not self.gradients or layer is None or not layer.units or not output.requires_grad:
             return None
         dim = self.kind.units_dim(output) - output.dim()
-        if output.size(dim) != stage.units or shards.sharded(output):
+        if output.size(dim) != layer.units or shards.sharded(output):
             raise RuntimeError(
-                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {stage.units} "
+                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {layer.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
         hooked: Any = None if torch.compiler.is_compiling() else hookable(output, dim)
         if hooked is None:
-            return SquaredGradient.apply(output, stage.g2, dim)  # type: ignore[no-untyped-call]
-        hooked.register_hook(lambda grad: add_square(stage.g2, grad, dim))
+            return SquaredGradient.apply(output, layer.g2, dim)  # type: ignore[no-untyped-call]
+        hooked.register_hook(lambda grad: add_square(layer.g2, grad, dim))
         return None
 
 
-class ForwardStart(Watch):
+class ForwardStart(Hook):
     """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples."""
 
-    def __init__(self, forwards: Forwards) -> None:
+    def __init__(self, forwards: ForwardState) -> None:
         """Advances the clocks of `forwards`."""
         self.forwards, self.ticks = forwards, 0
 
@@ -179,10 +179,10 @@ class ForwardStart(Watch):
                     clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
 
 
-class ForwardEnd(Watch):
+class ForwardEnd(Hook):
     """The model's forward hook: its forward pass is over."""
 
-    def __init__(self, forwards: Forwards) -> None:
+    def __init__(self, forwards: ForwardState) -> None:
         """Stops `forwards`."""
         self.forwards = forwards
 
@@ -192,7 +192,7 @@ class ForwardEnd(Watch):
             self.forwards.running = False
 
 
-class Collector:
+class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
     def __init__(
@@ -208,19 +208,14 @@ class Collector:
 
         At most `rows(entry)` rows of a call are read.
         """
-        self.model, self.inputs, self.gradients, self.forwards = model, inputs, gradients, Forwards()
+        self.model, self.inputs, self.gradients, self.forwards = model, inputs, gradients, ForwardState()
         self.entries = list(entries)
-        self.stages = {entry.name: self._stage(entry, rows(entry)) for entry in self.entries}
+        self.layers = {entry.name: self._layer(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
-    @property
-    def traffic(self) -> Forwards:
-        """Whether batches came by."""
-        return self.forwards
-
-    def _stage(self, entry: Entry, limit: int | None) -> Stage:
+    def _layer(self, entry: Entry, limit: int | None) -> LayerStatistics:
         groups, units, inputs, _ = entry.shape
-        return Stage(
+        return LayerStatistics(
             groups * inputs,
             groups * units if self.gradients and entry.slot.shown else 0,
             entry.weight,
@@ -229,9 +224,9 @@ class Collector:
             forwards=self.forwards,
         )
 
-    def staged(self) -> list[tuple[Entry, Stage]]:
+    def items(self) -> list[tuple[Entry, LayerStatistics]]:
         """The entries with their statistics."""
-        return [(entry, self.stages[entry.name]) for entry in self.entries]
+        return [(entry, self.layers[entry.name]) for entry in self.entries]
 
     def attach(self, owner: object) -> None:
         """Register the hooks; they are removed when `owner` is deleted, unless `detach` did that before."""
@@ -242,10 +237,10 @@ class Collector:
         for module, found in modules.items():
             kind, batch_dim = (first := next(iter(found.values()))).kind, first.batch_dim
             entries = [found.get(slot.weight) for slot in kind.slots(module)]
-            stages = [None if entry is None else self.stages[entry.name] for entry in entries]
-            hook = LayerHook(kind, stages, batch_dim, self.inputs, self.gradients)
+            layers = [None if entry is None else self.layers[entry.name] for entry in entries]
+            hook = LayerHook(kind, layers, batch_dim, self.inputs, self.gradients)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        if self.stages:
+        if self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(start, prepend=True))
             self._handles.append(self.model.register_forward_hook(end, always_call=True))
@@ -258,27 +253,27 @@ class Collector:
 
     def examples(self) -> Tensor:
         """The number of examples since the last step: that of the layer that had most."""
-        if not self.stages:
+        if not self.layers:
             return torch.ones(())
-        return torch.stack([stage.examples for stage in self.stages.values()]).amax().clamp(min=1)
+        return torch.stack([layer.examples for layer in self.layers.values()]).amax().clamp(min=1)
 
     def unscale(self, scale: Tensor) -> None:
         """Take a GradScaler's factor out of the squared gradients."""
-        for stage in self.stages.values():
-            stage.g2.div_(scale.to(stage.g2.device) ** 2)
+        for layer in self.layers.values():
+            layer.g2.div_(scale.to(layer.g2.device) ** 2)
 
-    def write_held(self) -> None:
+    def flush(self) -> None:
         """Add pending calls to the tensors of all layers."""
-        for stage in self.stages.values():
-            stage.write_held()
+        for layer in self.layers.values():
+            layer.flush()
 
     def clear(self) -> None:
         """Start over after a step."""
-        used = [t for stage in self.stages.values() for t in stage.drop()]
+        used = [t for layer in self.layers.values() for t in layer.drop()]
         if used:
             torch._foreach_zero_(used)
-            for stage in self.stages.values():
-                stage.emptied()
+            for layer in self.layers.values():
+                layer.mark_zero()
         self.forwards.clear()
 
 

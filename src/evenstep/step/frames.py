@@ -10,13 +10,13 @@ from ..math.constants import STEADY, canonical_beta2, canonical_mg2, geometry_be
 from ..math.guards import TRUST_FLOOR
 from ..math.moments import Running, Sums, accumulation_dtype, fold_mean, usable
 from ..parallel import dtensor as shards
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from .block import Block
 
 State = dict[str, Any]
 
 
-def init(state: State, block: Block, stage: Stage | None) -> None:
+def init(state: State, block: Block, stage: LayerStatistics | None) -> None:
     """Add to `state` the moments that this block's coordinates need and that it does not have yet."""
     if stage is None or block.treatment == "plain":
         return
@@ -29,7 +29,7 @@ def init(state: State, block: Block, stage: Stage | None) -> None:
         state["mg2"] = stage.centre.new_zeros(stage.units)
 
 
-def frame(state: State, block: Block, stage: Stage | None, *, linear: bool) -> update.Frame | update.Still:
+def frame(state: State, block: Block, stage: LayerStatistics | None, *, linear: bool) -> update.Frame | update.Still:
     """The coordinates of this step: from the moments of earlier steps, and this batch's for the guards.
 
     A rule that normalizes (`linear` False) would keep one stray β of the two, so it gets β = 1.
@@ -81,7 +81,7 @@ def unit_length2(block: Block, frame: update.Frame | update.Still) -> Tensor:
 
 def guarded(
     block: Block,
-    stage: Stage | None,
+    stage: LayerStatistics | None,
     frame: update.Frame | update.Still,
     weight_step: Tensor,
     bias_steps: Tensor | None,
@@ -101,13 +101,13 @@ def guarded(
             crowd=not linear,
             over=block.over,
         )
-        stage.guarded(frame.raised, held, largest)
+        stage.count_guards(frame.raised, held, largest)
     elif stage is not None and block.group.get("fresh_max") is not None:
-        stage.guarded(frame.raised, torch.zeros_like(frame.raised), torch.zeros_like(stage.rows))
+        stage.count_guards(frame.raised, torch.zeros_like(frame.raised), torch.zeros_like(stage.rows))
     return weight_step, bias_steps
 
 
-def commit(state: State, block: Block, stage: Stage | None, ok: Tensor | None) -> None:
+def commit(state: State, block: Block, stage: LayerStatistics | None, ok: Tensor | None) -> None:
     """Let the batch join the running moments, now that the step is made; `ok` masks a step that was not."""
     if stage is None or block.treatment == "plain":
         return
@@ -123,14 +123,14 @@ def commit(state: State, block: Block, stage: Stage | None, ok: Tensor | None) -
     recentre(state, stage)
 
 
-def recentre(state: State, stage: Stage) -> None:
+def recentre(state: State, stage: LayerStatistics) -> None:
     """Sum the next batch about the running mean, or about its first row while there is none."""
     if "mx" in state:
         stage.centre.copy_(torch.where(state["mass"] > 0, state["mx"], torch.nan))
-        stage.centred = False
+        stage.centre_is_mean = False
 
 
-def grouped(state: State, stage: Stage, groups: int) -> tuple[Running, Sums, Tensor]:
+def grouped(state: State, stage: LayerStatistics, groups: int) -> tuple[Running, Sums, Tensor]:
     """Running moments, sums and centre with inputs as [group, input]."""
 
     def split(t: Tensor) -> Tensor:
@@ -141,21 +141,21 @@ def grouped(state: State, stage: Stage, groups: int) -> tuple[Running, Sums, Ten
     return running, Sums(sums.rows, split(sums.first), split(sums.second)), split(stage.centre)
 
 
-def sharing(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
+def sharing(state: State, stage: LayerStatistics, group: dict[str, Any]) -> Tensor:
     """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
     if group.get("sharing") is not None:
         return torch.full_like(stage.rows, group["sharing"])
     return torch.where(stage.applied > 0, stage.applied / stage.examples.clamp(min=1), state["sharing"])
 
 
-def mg2_after(state: State, stage: Stage, group: dict[str, Any]) -> Tensor:
+def mg2_after(state: State, stage: LayerStatistics, group: dict[str, Any]) -> Tensor:
     """The running S·E[g_j²] once this batch has joined it, if it is usable."""
     fresh = batch_mg2(stage, group)
     joined = fold_mean(state["mg2"], fresh, state["mass"], group["decay"])
     return torch.where(usable(stage.sums()) & fresh.isfinite().all(), joined, state["mg2"])
 
 
-def batch_mg2(stage: Stage, group: dict[str, Any]) -> Tensor:
+def batch_mg2(stage: LayerStatistics, group: dict[str, Any]) -> Tensor:
     """S·E[g_j²] of the batch alone."""
     return canonical_mg2(stage.g2, stage.examples, group["reduction"])
 

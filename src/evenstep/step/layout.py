@@ -11,13 +11,13 @@ from ..math.constants import STEADY
 from ..math.moments import accumulation_dtype
 from ..math.segments import Segments
 from ..rules.given import Given
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from .block import Block
 from .triton import host as step_kernel
 from .triton import tables
 
 
-def fits(block: Block, stage: Stage | None) -> bool:
+def fits(block: Block, stage: LayerStatistics | None) -> bool:
     """Whether a block can move together with others: plain tensors, units as rows in memory, at most one bias."""
     weight, group = block.weight, block.group
     if group["foreach"] is False or not rows_serve(weight, group["capturable"]):
@@ -53,7 +53,7 @@ def rows_serve(weight: Tensor, capturable: bool) -> bool:
 
 
 def arrange(
-    candidates: Sequence[tuple[Block, Stage | None]],
+    candidates: Sequence[tuple[Block, LayerStatistics | None]],
     blocks: Sequence[Block],
     state: Any,
     joint: Callable[[Block], bool] | None = None,
@@ -63,7 +63,7 @@ def arrange(
     With `joint` a torch rule gives the steps, and sees as one matrix the blocks for which it holds. Bare tensors
     without any layer go one by one on a GPU, where the kernels' tables may be larger than they are.
     """
-    found: dict[Any, list[tuple[Block, Stage | None]]] = {}
+    found: dict[Any, list[tuple[Block, LayerStatistics | None]]] = {}
     for block, stage in candidates:
         if fits(block, stage) and uniform(block, stage, state) and (joint is None or shows(block, joint(block))):
             momentum = block.group["momentum"] if joint is None else 0.0
@@ -78,7 +78,7 @@ def arrange(
     return layouts, [block for block in blocks if id(block) not in taken]
 
 
-def uniform(block: Block, stage: Stage | None, state: Any) -> bool:
+def uniform(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
     wide = accumulation_dtype(block.weight.dtype)
     kept = [state[block.weight].get(name) for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")]
@@ -132,7 +132,7 @@ class Layout:
     def __init__(
         self,
         blocks: Sequence[Block],
-        stages: Sequence[Stage | None],
+        stages: Sequence[LayerStatistics | None],
         momentum: float,
         joint: Callable[[Block], bool] | None = None,
     ) -> None:
@@ -249,6 +249,6 @@ class Layout:
             buffer = state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
         return buffer
 
-    def staged(self, blocks: list[int]) -> list[Stage]:
+    def staged(self, blocks: list[int]) -> list[LayerStatistics]:
         """The stages of some blocks."""
         return [s for k in blocks if (s := self.stages[k]) is not None]

@@ -107,7 +107,7 @@ class Coordinates:
         """From the blocks' state and what their stages hold."""
         self.layout, self.room, lay = layout, room, layout
         self.mass, sharing, self.square_mass = room.layers.tolist()
-        tally = [s.counts_here() for s in room.shared]
+        tally = [s.counts() for s in room.shared]
         lay.all_seen = len(tally) == len(lay.guarded) and all([counts[2] for counts in tally])
         key = lay.settings(), tally, None if lay.all_seen else sharing
         self.fixed: Fixed = room.kept(
@@ -123,7 +123,7 @@ class Coordinates:
         lay, room, place = self.layout, self.room, self.room.vector_of
         settled = self._centred()
         for k, stage, both in zip(lay.moving, room.moving, room.sums_of, strict=True):
-            stage.sum_here(*both)
+            stage.write_sums(*both)
             settled = settled and self.mass[k] > 0 and tally[k][0] > 0
         self.settled = settled and self._settled_frame()
         mu = room.mx if self.settled else self._general_frame([tally[k][0] for k in lay.moving])
@@ -218,7 +218,7 @@ class Coordinates:
         for stage in room.moving:
             centres.append(stage.centre)
             versions.append(stage.centre._version + 1)
-            stage.centred = True
+            stage.centre_is_mean = True
         torch._foreach_copy_(centres, room.mean_of)
         room.centred_at = versions
 
@@ -233,4 +233,4 @@ class Coordinates:
         room.vx.copy_(after.vx)
         torch._foreach_copy_([s.centre for s in room.moving], torch.split(centre, lay.input_sizes))
         for k, stage in zip(lay.moving, room.moving, strict=True):
-            stage.centred = self.mass[k] > 0
+            stage.centre_is_mean = self.mass[k] > 0

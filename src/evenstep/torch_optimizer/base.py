@@ -14,8 +14,8 @@ from .. import checks
 from ..model.coverage import coverage_of, fired_of
 from ..model.survey import Coverage, survey
 from ..parallel import reduce as distributed
-from ..statistics.batch import Stage
-from ..statistics.hooks import Collector
+from ..statistics.batch import LayerStatistics
+from ..statistics.hooks import ModelStatistics
 from ..step import frames
 from ..step.block import Block, gather
 from . import checkpoint as checkpoints
@@ -48,7 +48,7 @@ class ModelOptimizer(Optimizer):
     def _detached(self) -> None:
         """What it has before it knows a model, as a copy has it, too."""
         self._owner = type(self).__name__
-        self._collector: Collector | None = None
+        self._statistics: ModelStatistics | None = None
         self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
@@ -68,7 +68,7 @@ class ModelOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
-        if "_collector" not in self.__dict__:
+        if "_statistics" not in self.__dict__:
             self._detached()
         super().__setstate__(state)
         for group in self.param_groups:
@@ -82,7 +82,7 @@ class ModelOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
         if self._whole and self.param_groups:  # they have names, then, though nobody gave any
-            model = None if self._collector is None else self._collector.model
+            model = None if self._statistics is None else self._statistics.model
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
@@ -92,8 +92,8 @@ class ModelOptimizer(Optimizer):
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
-        if self._collector is not None and self._watching:
-            self.attach(self._collector.model)
+        if self._statistics is not None and self._watching:
+            self.attach(self._statistics.model)
 
     # the model
 
@@ -105,7 +105,7 @@ class ModelOptimizer(Optimizer):
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
-        former = model if self._collector is None else self._collector.model
+        former = model if self._statistics is None else self._statistics.model
         if self.coordinates != "plain" and held.keys() & {id(p) for p in former.parameters()} - present:
             self._warn(
                 "former",
@@ -118,7 +118,7 @@ class ModelOptimizer(Optimizer):
         entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         moments = self.coordinates in ("whitened", "canonical")
-        self._collector = Collector(
+        self._statistics = ModelStatistics(
             model,
             trained,
             inputs=moments,
@@ -128,7 +128,7 @@ class ModelOptimizer(Optimizer):
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
         if self.coordinates != "plain":
-            self._collector.attach(self)
+            self._statistics.attach(self)
             if not trained:
                 self._warn(
                     "coverage",
@@ -139,8 +139,8 @@ class ModelOptimizer(Optimizer):
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
-        if self._collector is not None:
-            self._collector.detach()
+        if self._statistics is not None:
+            self._statistics.detach()
 
     def refresh(self) -> None:
         """Look at the model again after surgery on its layers.
@@ -149,9 +149,9 @@ class ModelOptimizer(Optimizer):
         ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
         from parameters keeps to those.
         """
-        if self._collector is None:
+        if self._statistics is None:
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
-        model = self._collector.model
+        model = self._statistics.model
         if self._whole:
             exchange(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
@@ -163,21 +163,21 @@ class ModelOptimizer(Optimizer):
         """The group of each parameter, by id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
-    def _stage(self, block: Block) -> Stage | None:
-        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
+    def _layer_statistics(self, block: Block) -> LayerStatistics | None:
+        return None if self._statistics is None or block.entry is None else self._statistics.layers[block.entry.name]
 
-    def _staged(self, blocks: list[Block]) -> list[tuple[Block, Stage | None]]:
-        return [(block, self._stage(block)) for block in blocks]
+    def _with_statistics(self, blocks: list[Block]) -> list[tuple[Block, LayerStatistics | None]]:
+        return [(block, self._layer_statistics(block)) for block in blocks]
 
     def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
-        entries = [] if self._collector is None else self._collector.entries
+        entries = [] if self._statistics is None else self._statistics.entries
         return gather(self.param_groups, entries, self.coordinates, trains)
 
     # what it tells
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
-        blocks, watched = self._blocks(lambda p: p.requires_grad), self._collector
+        blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
         if watched is None:
             return coverage_of(self.param_groups, blocks)
         return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
@@ -192,7 +192,7 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return fired_of(self._staged(self._blocks(lambda p: p.requires_grad)))
+        return fired_of(self._with_statistics(self._blocks(lambda p: p.requires_grad)))
 
     @property
     def nonfinite_steps(self) -> int:
@@ -231,7 +231,7 @@ class ModelOptimizer(Optimizer):
             known, required, torch_rule = self._known_state()
             expected: dict[Tensor, checkpoints.Expected] = {}
             for block in self._blocks(lambda p: True):
-                expected |= checkpoints.expected_of(block, self._stage(block), required, torch_rule)
+                expected |= checkpoints.expected_of(block, self._layer_statistics(block), required, torch_rule)
             problems = checkpoints.group_problems(self._owner, state_dict["param_groups"], self.defaults)
             names = known if mark is None else None
             problems += checkpoints.all_state_problems(state_dict, self.param_groups, expected, names)
@@ -269,9 +269,9 @@ class ModelOptimizer(Optimizer):
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and forget what is staged."""
         self._pool.settled.clear()
-        if self._collector is not None:
-            self._collector.clear()
-            for entry, stage in self._collector.staged():
+        if self._statistics is not None:
+            self._statistics.clear()
+            for entry, stage in self._statistics.items():
                 frames.recentre(self.state.get(entry.weight, {}), stage)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..parallel import dtensor as shards
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from ..step.block import Block
 
 FORMAT = 2  # 0: no mark, no step counts under rules that keep none. 1: checksums; UnitStep was called EvenStep
@@ -65,7 +65,9 @@ class Expected(NamedTuple):
     rule_dtype: torch.dtype | None
 
 
-def expected_of(block: Block, stage: Stage | None, required: set[str], torch_rule: bool) -> dict[Tensor, Expected]:
+def expected_of(
+    block: Block, layer: LayerStatistics | None, required: set[str], torch_rule: bool
+) -> dict[Tensor, Expected]:
     """What the state of each parameter of a block must be."""
     found: dict[Tensor, Expected] = {}
     for p in block.parameters:
@@ -78,9 +80,9 @@ def expected_of(block: Block, stage: Stage | None, required: set[str], torch_rul
             own |= {(len(p), p[0].numel() + more) for more in range(2)}
         shapes = dict.fromkeys(("step", "mass", "sharing", "square_mass"), SCALAR)
         shapes |= {"momentum_buffer": own, "square": own | SCALAR | {(units,)}, "*": own | SCALAR}
-        if leads and stage is not None:
-            shapes |= {"mx": {(stage.inputs,)}, "vx": {(stage.inputs,)}}
-            shapes |= {"mg2": {(stage.units,)}} if stage.units else {}
+        if leads and layer is not None:
+            shapes |= {"mx": {(layer.inputs,)}, "vx": {(layer.inputs,)}}
+            shapes |= {"mg2": {(layer.units,)}} if layer.units else {}
         moments = set(MOMENTS) if leads and block.treatment in ("whitened", "canonical") else set()
         found[p] = Expected(shapes, required | moments, p.dtype if torch_rule else None)
     return found

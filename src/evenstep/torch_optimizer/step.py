@@ -16,7 +16,7 @@ from ..math.moments import accumulation_dtype
 from ..model.coverage import unseen_of
 from ..parallel import dtensor as shards
 from ..parallel import reduce as distributed
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from ..step import frames
 from ..step import plan as plans
 from ..step.block import Block
@@ -47,7 +47,7 @@ class Common:
 class Monitor(Protocol):
     """What a step tells to whoever watches it: each block before its batch joins the moments, then the end."""
 
-    def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
         """One block."""
 
     def end_step(self) -> None:
@@ -80,15 +80,15 @@ class CoordinateOptimizer(ModelOptimizer):
         ready = self._ready_apart() if torch.compiler.is_compiling() else self._ready(compiled=False)
         if ready is not None:
             self._step_blocks(*ready)
-        if self._collector is not None:
-            self._collector.clear()
+        if self._statistics is not None:
+            self._statistics.clear()
         return loss
 
     @_disable_dynamo
     def _ready_apart(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
-        if self._collector is not None:
-            self._collector.write_held()
+        if self._statistics is not None:
+            self._statistics.flush()
         return self._ready(compiled=True)
 
     def _ready(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
@@ -103,8 +103,8 @@ class CoordinateOptimizer(ModelOptimizer):
         for group in self.param_groups:
             if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
                 self._warn("plain_lr", NO_RATIO)
-        traffic = None if self._collector is None else self._collector.traffic
-        busy = traffic is None or traffic.rows or not traffic.empty
+        forwards = None if self._statistics is None else self._statistics.forwards
+        busy = forwards is None or forwards.saw_rows or not forwards.saw_empty
         ranks = distributed.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
@@ -121,9 +121,9 @@ class CoordinateOptimizer(ModelOptimizer):
     def _pooled(self, ranks: Any, blocks: list[Block], busy: bool) -> distributed.Agreed:
         """Add up over ranks what hooks have staged; every rank takes part, whatever it saw."""
         parts, groups = [], self._groups()
-        if self._collector is not None and self.coordinates != "plain":
-            for entry, stage in self._collector.staged():
-                mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
+        if self._statistics is not None and self.coordinates != "plain":
+            for entry, stage in self._statistics.items():
+                mass = self.state.get(entry.weight, {}).get("mass") if self._statistics.inputs else None
                 reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
                 parts.append(distributed.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
@@ -142,7 +142,7 @@ class CoordinateOptimizer(ModelOptimizer):
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
             self._init_state(blocks)
-            candidates = self._staged(blocks) if self._together and not compiled else []
+            candidates = self._with_statistics(blocks) if self._together and not compiled else []
             layouts, rest = arrange(candidates, blocks, self.state, self._joint)
             if self._plan is not None:
                 self._plan.part(self.state, layouts)
@@ -186,7 +186,7 @@ class CoordinateOptimizer(ModelOptimizer):
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
-            stage = self._stage(block)
+            stage = self._layer_statistics(block)
             if stage is not None:
                 stage.to(block.weight.device)
             frames.init(self.state[block.weight], block, stage)
@@ -221,8 +221,8 @@ class CoordinateOptimizer(ModelOptimizer):
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
         if self.coordinates == "plain" or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = unseen_of(self._staged(blocks), wait)
-        if self._collector is None:
+        message = unseen_of(self._with_statistics(blocks), wait)
+        if self._statistics is None:
             message = NO_MODEL if blocks else None
         if message is not None:
             self._warn("unseen", message)
@@ -259,7 +259,7 @@ class CoordinateOptimizer(ModelOptimizer):
             self._move(block, frame, -rate * weight_step, bias_steps, ok)
 
     def _frame(self, block: Block) -> update.Frame | update.Still:
-        return frames.frame(self.state[block.weight], block, self._stage(block), linear=self.linear)
+        return frames.frame(self.state[block.weight], block, self._layer_statistics(block), linear=self.linear)
 
     def _weight(self, block: Block) -> Tensor:
         """The block's weight in the core's shape."""
@@ -290,7 +290,7 @@ class CoordinateOptimizer(ModelOptimizer):
         ok: Tensor | None,
     ) -> None:
         """Take a step on v back to w, guard it, move the parameters; then let the batch join the moments."""
-        stage = self._stage(block)
+        stage = self._layer_statistics(block)
         on_w = update.step_on_w(weight_step, bias_steps, frame)
         weight_step, bias_steps = frames.guarded(block, stage, frame, *on_w, linear=self.linear)
         steps = [block.unmatrix(weight_step), *block.unstack(bias_steps)]
