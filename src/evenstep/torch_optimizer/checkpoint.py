@@ -109,7 +109,7 @@ def in_order(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any
 
 
 def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why a state_dict has not the parts, groups and numbers of parameters of `groups`."""
+    """Why the groups of a state_dict, or the numbers of parameters in them, do not match `groups`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict))[:4] if isinstance(state_dict, Mapping) else type(state_dict).__name__
         return [f"an optimizer's has 'state' and 'param_groups'; got {got}"]
@@ -195,7 +195,8 @@ def value_problem(name: str, value: Any, expected: Expected) -> str | None:
 def valid(name: str, value: Tensor) -> bool:
     """Whether all values are finite, and not negative where they are squares or counts."""
     value = shards.local(value)
-    return bool(value.isfinite().all()) and (name not in NONNEGATIVE or bool((value >= 0).all()))
+    least = 0.0 if name in NONNEGATIVE else torch.finfo(value.dtype).min
+    return bool(((value >= least) & (value < torch.inf)).all())
 
 
 def described(value: Any) -> str:
