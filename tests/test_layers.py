@@ -977,6 +977,36 @@ def test_g2_is_that_of_the_output_before_operations_in_place(output, change, mon
     assert_close(stage.g2, wanted)
 
 
+class LinearFunction(torch.autograd.Function):
+    """A Linear without bias as extensions write it: the output is a view made inside the function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.flatten(0, -2) @ weight.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Extension(nn.Linear):
+    def forward(self, x):
+        return LinearFunction.apply(x, self.weight)
+
+
+def test_g2_of_a_view_made_inside_an_autograd_function(monkeypatch):
+    monkeypatch.setitem(evenstep.model.layers.KINDS, Extension, evenstep.model.layers.LayerKind())
+    layer, x = Extension(3, 4, bias=False).double(), randn(6, 5, 3)
+    y = F.linear(x, layer.weight)
+    (g,) = torch.autograd.grad(y.tanh().sum(), y)
+    optimizer = evenstep.CanonicalSGD(layer, lr=0.1)
+    layer(x).tanh().sum().backward()
+    (statistics,) = optimizer._statistics.layers.values()
+    assert_close(statistics.g2, g.square().sum((0, 1)))
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_g2_of_views_survives_checkpointing_and_retained_graphs(reentrant):
     layer, x = nn.Linear(3, 4).double(), randn(6, 5, 3)

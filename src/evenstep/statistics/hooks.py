@@ -55,6 +55,8 @@ def hookable(output: Tensor, dim: int) -> Tensor | None:
     base = output._base
     if base is None or type(output) is not Tensor or output.is_nested:
         return output
+    if not base.requires_grad:  # a view made inside an autograd function, which must not be changed in place
+        return output
     same = base.numel() == output.numel() and base.shape[dim:] == output.shape[dim:]
     return base if same and base.is_contiguous() and output.is_contiguous() else None
 
