@@ -113,12 +113,15 @@ def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> 
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict))[:4] if isinstance(state_dict, Mapping) else type(state_dict).__name__
         return [f"an optimizer's has 'state' and 'param_groups'; got {got}"]
-    saved = state_dict["param_groups"]
-    if not isinstance(state_dict["state"], Mapping) or not all(isinstance(group, Mapping) for group in saved):
-        return ["'state' must be a dict, 'param_groups' a list of dicts"]
+    state, saved = state_dict["state"], state_dict["param_groups"]
+    lists = isinstance(saved, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in saved
+    )
+    if not isinstance(state, Mapping) or not lists:
+        return ["'state' must be a dict, 'param_groups' a list of dicts with a list of 'params' each"]
     if len(saved) != len(groups):
         return [f"loaded state dict has a different number of parameter groups: {len(saved)}, here {len(groups)}"]
-    sizes = [(len(theirs.get("params", ())), len(ours["params"])) for theirs, ours in zip(saved, groups, strict=True)]
+    sizes = [(len(theirs["params"]), len(ours["params"])) for theirs, ours in zip(saved, groups, strict=True)]
     if any(theirs != ours for theirs, ours in sizes):
         return [
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
