@@ -3,7 +3,6 @@
 Run it when the format of checkpoints changes, and keep the old files: tests/test_checkpoints.py loads all of them.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from cases import OPTIMIZERS
+from evenstep.torch_optimizer.checkpoint import FORMAT
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 NAMES = ["whitened-decayed", "fan-in-momentum", "canonical", "evenstep", "whitened-sgd", "whitened-adamw"]
@@ -47,14 +47,7 @@ def main() -> None:
         optimizer = OPTIMIZERS[name].build(model)
         train(model, optimizer, torch.randn(3, 5, 2, 3) + 1)
         saved[name] = {"weights": flat(model), "state_dict": optimizer.state_dict()}
-    torch.save(saved, FIXTURES / f"format-{current_format()}.pt")
-
-
-def current_format() -> int:
-    """The format that the installed version writes."""
-    if importlib.util.find_spec("evenstep.checkpoints") is None:
-        return 0
-    return int(importlib.import_module("evenstep.checkpoints").FORMAT)
+    torch.save(saved, FIXTURES / f"format-{FORMAT}.pt")
 
 
 if __name__ == "__main__":

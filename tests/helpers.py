@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from cases import BY_HAND, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.kinds import Look
-from evenstep.statistics.batch import Stage
+from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
 
 GPU = torch.device(os.environ.get("EVENSTEP_GPU", "cuda"))
@@ -165,7 +165,7 @@ def inputs_like(shape, dtype, layout, device):
 def assert_moments_agree(x, dim, see, limit=None):
     """Compare the moments that `see(stage, look)` adds up with float64, and a second run with the first, bit by bit."""
     look = Look(x, dim, x.shape[0], x.numel() // x.shape[dim])
-    stage, again = (Stage(x.shape[dim], 0, torch.zeros(1, device=x.device), limit=limit) for _ in range(2))
+    stage, again = (LayerStatistics(x.shape[dim], 0, torch.zeros(1, device=x.device), limit=limit) for _ in range(2))
     for one in (stage, stage, again, again):
         see(one, look)
     assert torch.equal(stage.slots, again.slots)

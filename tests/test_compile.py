@@ -296,7 +296,9 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
         compiled(x).square().mean().backward()
         optimizer.step()
         average.update_parameters(model)
-    stages = [s.tally for s in optimizer._collector.stages.values()] if case.cls is not evenstep.BlockNaturalSGD else []
+    stages = (
+        [s.tally for s in optimizer._statistics.layers.values()] if case.cls is not evenstep.BlockNaturalSGD else []
+    )
     loaded = torch.compile(pickle.loads(pickle.dumps(model)), fullgraph=True, backend="eager")
     for twin in (copy.deepcopy(compiled), loaded, torch.compile(average.module, fullgraph=True, backend="eager")):
         twin(x).sum().backward()
@@ -326,7 +328,7 @@ def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind,
     optimizer = case.build(model)
     for _ in range(2):
         compiled(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
         optimizer.step()
 
 
@@ -339,7 +341,7 @@ def test_models_of_one_class_with_and_without_hooks_take_turns(blind):
     for _ in range(3):
         for call in compiled:
             call(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
         optimizer.step()
 
 
@@ -359,7 +361,7 @@ def test_a_model_that_runs_what_was_compiled_without_hooks_is_warned_of(blind, c
         optimizer.step()
     torch._dynamo.reset()  # the way out: let it be compiled again
     compiled(x).sum().backward()
-    assert all(stage.applied == 5 for stage in optimizer._collector.stages.values())
+    assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
 
 
 def steps(case, model, backend, **keywords):
@@ -499,7 +501,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
                 output = call(x)
             (output - 1).square().mean().backward()
-        for one, other in zip(*(o._collector.stages.values() for o in optimizers), strict=True):
+        for one, other in zip(*(o._statistics.layers.values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
         for optimizer in optimizers:
             optimizer.step()

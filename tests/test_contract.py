@@ -331,7 +331,7 @@ def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
     def applied():
         optimizer.zero_grad(set_to_none=False)
         forward(torch.randn(5, 6)).square().mean().backward()
-        found = {name: int(stage.applied) for name, stage in optimizer._collector.stages.items()}
+        found = {name: int(stage.applied) for name, stage in optimizer._statistics.layers.items()}
         optimizer.step()
         return found
 
@@ -443,8 +443,8 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     for other in (clone, thawed):
         backward(other, *batch())
     assert_same_state(state, snapshot(optimizer))
-    if optimizer._collector is not None:
-        assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    if optimizer._statistics is not None:
+        assert not any(stage.applied for stage in optimizer._statistics.layers.values())
     twin = copy.deepcopy(optimizer)
     assert repr(twin)
     assert_same_state(state, snapshot(twin))

@@ -184,7 +184,7 @@ def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, l
                 output = call(x)
             output.float().square().mean().backward()
         rounding = {"rtol": 0.02, "atol": 0.02} if mixed else {"rtol": 1e-4, "atol": 1e-4}
-        for one, other in zip(*(o._collector.stages.values() for o in optimizers), strict=True):
+        for one, other in zip(*(o._statistics.layers.values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
             found = (batch_moments(stage.sums(), stage.centre) for stage in (other, one))
             assert_close(*found, **rounding)

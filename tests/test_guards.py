@@ -148,7 +148,7 @@ def test_guards_run_under_vmap():
 
 def guards_work(optimizer):
     """How many inputs were raised and units held so far."""
-    return float(sum(stage.fired[:2].sum() for stage in optimizer._collector.stages.values()))
+    return float(sum(stage.fired[:2].sum() for stage in optimizer._statistics.layers.values()))
 
 
 @every_optimizer

@@ -11,7 +11,7 @@ import evenstep
 from cases import BY_HAND, TORCH_RULES
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
-from evenstep.statistics.batch import Stage
+from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import tables
 from helpers import CPU_AND_GPU, GPU, LAYOUTS, SHAPES, Net, assert_moments_agree, assert_steps_agree, inputs_like
 
@@ -101,8 +101,8 @@ def test_rows_outside_layers_step_by_their_own_length(foreach, device):
 @pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
 def test_moments_kernel_against_float64(shape, dim, limit, dtype, layout):
     x = inputs_like(shape, dtype, layout, "cuda")
-    assert kernel.serves(x, Stage(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
-    assert_moments_agree(x, dim, Stage.see, limit)
+    assert kernel.serves(x, LayerStatistics(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
+    assert_moments_agree(x, dim, LayerStatistics.add_call, limit)
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)
@@ -110,7 +110,7 @@ def test_examples_count_once_per_forward_of_the_model_and_at_every_call_of_a_lay
     layer = nn.Linear(4, 4).to(device)
     model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    (stage,) = optimizer._collector.stages.values()
+    (stage,) = optimizer._statistics.layers.values()
     model(torch.randn(8, 4, device=device))
     model(torch.randn(8, 4, device=device))
     assert stage.examples.item() == 16 and stage.applied.item() == 32

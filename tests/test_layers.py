@@ -914,7 +914,7 @@ def test_a_model_in_training_can_be_traced(cls):
     traced = torch.jit.trace(model, x)
     found, expected = ([node.kind() for node in trace.inlined_graph.nodes()] for trace in (traced, plain))
     assert found == expected
-    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert not any(stage.applied for stage in optimizer._statistics.layers.values())
     assert_close(traced(x), model(x))
 
 
@@ -928,7 +928,7 @@ def test_a_model_in_training_can_be_exported(cls):
     exported = torch.export.export(model, (x,))
     found, expected = ([str(node.target) for node in program.graph.nodes] for program in (exported, plain))
     assert found == expected
-    assert not any(stage.applied for stage in optimizer._collector.stages.values())
+    assert not any(stage.applied for stage in optimizer._statistics.layers.values())
     assert_close(exported.module()(x), model(x))
 
 
@@ -974,13 +974,135 @@ def test_batch_that_is_not_finite_leaves_no_trace(cls, first, value):
         assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
-def test_squared_gradients_are_read_before_an_in_place_activation():
-    """The hook sees the layer's own output: an in-place ReLU after it gives the steps of one that is not."""
-    model, batches = network(), some_batches()
-    twin = copy.deepcopy(model)
-    twin[1] = nn.ReLU(inplace=True)
-    ours, in_place = (trained(m, batches, cls=evenstep.CanonicalSGD) for m in (model, twin))
-    assert all(torch.equal(p, q) for p, q in zip(ours, in_place, strict=True))
+class Turned(nn.Linear):
+    """A Linear that computes and stores its output the other way round: a view with strides of its own."""
+
+    def forward(self, x):
+        return (self.weight @ x.mT + self.bias.unsqueeze(-1)).mT
+
+
+OUTPUTS = {
+    "linear [n]": (lambda: nn.Linear(3, 4), (3,)),
+    "linear [B, n]": (lambda: nn.Linear(3, 4), (6, 3)),
+    "linear [B, T, n]": (lambda: nn.Linear(3, 4), (6, 5, 3)),
+    "linear [B, T, U, n]": (lambda: nn.Linear(3, 4), (6, 5, 2, 3)),
+    "linear without bias": (lambda: nn.Linear(3, 4, bias=False), (6, 5, 3)),
+    "conv": (lambda: nn.Conv2d(3, 4, 2), (6, 3, 4, 5)),
+    "conv without batch": (lambda: nn.Conv2d(3, 4, 2), (3, 4, 5)),
+    "conv, channels last": (lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), (3, 4, 5)),
+    "transposed conv": (lambda: nn.ConvTranspose1d(3, 4, 2), (6, 3, 5)),
+    "turned": (lambda: Turned(3, 4), (6, 5, 3)),
+}
+
+
+def zero_first(y):
+    y[..., :1] = 0
+    return y
+
+
+IN_PLACE = {  # an operation in place, and the same in a new tensor
+    "none": (lambda y: y.tanh(), lambda y: y.tanh()),
+    "relu": (nn.ReLU(inplace=True), lambda y: y.relu()),
+    "add": (lambda y: y.add_(1).square(), lambda y: (y + 1).square()),
+    "several": (lambda y: zero_first(y.mul_(2).add_(1)).square(), lambda y: zero_first(2 * y + 1).square()),
+    "slice": (lambda y: zero_first(y).square(), lambda y: zero_first(y.clone()).square()),
+    "of a view": (lambda y: y.flatten().sin_().square(), lambda y: y.flatten().sin().square()),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_g2_is_that_of_the_output_before_operations_in_place(output, change, monkeypatch):
+    monkeypatch.setitem(evenstep.model.layers.KINDS, Turned, evenstep.model.layers.LayerKind())
+    build, shape = OUTPUTS[output]
+    layer, x = build().double(), randn(*shape)
+    in_place, apart = IN_PLACE[change]
+    weights = torch.linspace(-1, 2, apart(layer(x)).numel()).double()
+
+    y = layer(x)
+    (g,) = torch.autograd.grad(apart(y).flatten() @ weights, y)
+    units = y.dim() - 1 if isinstance(layer, nn.Linear) else y.dim() - x.dim() + shape.index(3)
+    wanted = g.square().movedim(units, -1).reshape(-1, 4).sum(0)
+
+    optimizer = evenstep.CanonicalSGD(nn.Sequential(layer), lr=0.1)
+    (in_place(optimizer._statistics.model(x)).flatten() @ weights).backward()
+    (stage,) = optimizer._statistics.layers.values()
+    assert_close(stage.g2, wanted)
+
+
+class LinearFunction(torch.autograd.Function):
+    """A Linear without bias as extensions write it: the output is a view made inside the function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.flatten(0, -2) @ weight.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Extension(nn.Linear):
+    def forward(self, x):
+        return LinearFunction.apply(x, self.weight)
+
+
+def test_g2_of_a_view_made_inside_an_autograd_function(monkeypatch):
+    monkeypatch.setitem(evenstep.model.layers.KINDS, Extension, evenstep.model.layers.LayerKind())
+    layer, x = Extension(3, 4, bias=False).double(), randn(6, 5, 3)
+    y = F.linear(x, layer.weight)
+    (g,) = torch.autograd.grad(y.tanh().sum(), y)
+    optimizer = evenstep.CanonicalSGD(layer, lr=0.1)
+    layer(x).tanh().sum().backward()
+    (statistics,) = optimizer._statistics.layers.values()
+    assert_close(statistics.g2, g.square().sum((0, 1)))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_g2_of_views_survives_checkpointing_and_retained_graphs(reentrant):
+    layer, x = nn.Linear(3, 4).double(), randn(6, 5, 3)
+    y = layer(x)
+    (g,) = torch.autograd.grad(y.relu().square().sum(), y)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True))
+    optimizer = evenstep.CanonicalSGD(model, lr=0.1)
+    (stage,) = optimizer._statistics.layers.values()
+    y = model(x) if reentrant is None else checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+    loss = y.square().sum()
+    loss.backward(retain_graph=reentrant is None)
+    assert_close(stage.g2, g.square().sum((0, 1)))
+    if reentrant is None:  # a second pass adds its gradients, as autograd does
+        loss.backward()
+        assert_close(stage.g2, 2 * g.square().sum((0, 1)))
+
+
+def test_g2_of_a_gradient_penalty_adds_both_passes():
+    """The gradient that reaches the output in the first pass, and the one in the pass through the penalty."""
+    layer, x = nn.Linear(3, 4).double(), randn(6, 5, 3).requires_grad_()
+    y = layer(x)
+    (first,) = torch.autograd.grad(y.tanh().sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad((first @ layer.weight).square().sum(), y)
+    optimizer = evenstep.CanonicalSGD(layer, lr=0.1)
+    (stage,) = optimizer._statistics.layers.values()
+    (slope,) = torch.autograd.grad(layer(x).tanh_().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert_close(stage.g2, first.square().sum((0, 1)) + second.square().sum((0, 1)))
+
+
+def test_an_attention_has_no_g2_and_the_layers_around_it_do():
+    block = nn.TransformerEncoderLayer(4, 2, 8, 0.0, nn.ReLU(inplace=True), batch_first=True).double()
+    x, kept = randn(6, 5, 4), []
+    handle = block.linear1.register_forward_hook(lambda module, args, y: kept.append(y))
+    plain = copy.deepcopy(block)
+    plain.activation = nn.ReLU()
+    (g,) = torch.autograd.grad(plain(x).sin().sum(), kept)
+    handle.remove()
+    optimizer = evenstep.CanonicalSGD(block, lr=0.1)
+    block(x).sin().sum().backward()
+    stages = optimizer._statistics.items()
+    assert_close(next(stage.g2 for entry, stage in stages if entry.path == "linear1"), g.square().sum((0, 1)))
+    assert {entry.path for entry, stage in stages if not stage.units} == {"self_attn"}
 
 
 def test_detached_hooks_are_gone_and_steps_go_on_with_the_last_moments():

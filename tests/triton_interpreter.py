@@ -15,7 +15,7 @@ import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.kinds import Look
-from evenstep.statistics.batch import Stage
+from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import host
 
 
@@ -101,7 +101,7 @@ def add_by_kernel(stage, look):
 
 def forwards_are_told_apart():
     """Calls of one forward count their examples once, others always."""
-    stage = Stage(3, 0, torch.zeros(1))
+    stage = LayerStatistics(3, 0, torch.zeros(1))
     stage._clock.fill_(1.5)
     for running in (True, True, False, False):
         stage.forwards.running = running

@@ -13,6 +13,7 @@ TORCH = {  # torch's own words for its own keywords; they come first, what is al
     "weight_decay": "Invalid weight_decay value: ",
     "eps": "Invalid epsilon value: ",
 }
+FLAGS = {"foreach": (None, True, False), "maximize": (True, False), "capturable": (True, False), "joint": (True, False)}
 
 
 def refuse(owner: str, name: str, value: Any, allowed: str) -> ValueError:
@@ -66,28 +67,40 @@ def is_number(value: Any) -> bool:
 
 
 def learning_rate(owner: str, lr: Any) -> None:
-    """A finite number of at least 0, or a one-element tensor."""
-    if isinstance(lr, Tensor):
+    """A finite number of at least 0, or a one-element tensor of one.
+
+    >>> learning_rate("UnitStep", torch.tensor(torch.nan))
+    Traceback (most recent call last):
+    ValueError: Invalid learning rate: nan. UnitStep: lr must be a finite number >= 0 or a one-element tensor; got \
+tensor(nan).
+    """
+    value = lr
+    if isinstance(lr, Tensor) and not lr.is_complex():
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-        return
-    if not is_number(lr) or not math.isfinite(lr) or lr < 0:
+        value = 0.0 if lr.is_meta else lr.item()
+    if not is_number(value) or not math.isfinite(value) or value < 0:
         raise refuse(owner, "lr", lr, "a finite number >= 0 or a one-element tensor")
 
 
 def hyperparameters(owner: str, group: Mapping[str, Any]) -> None:
-    """Every hyperparameter that a group has; called for defaults and for groups that override them."""
+    """Every hyperparameter of a group; called for defaults, for groups that override them and for saved groups."""
     learning_rate(owner, group["lr"])
-    at_least_0 = ("damping", "eps", "fan_in_power", "plain_lr", "weight_decay")
+    at_least_0 = ("damping", "eps", "fan_in_power", "plain_lr", "plain_at", "weight_decay")
     nonnegative(owner, **{k: group[k] for k in at_least_0 if k in group})
     fraction(owner, **{k: group[k] for k in ("decay", "momentum") if k in group})
     positive_or_none(owner, **{k: group[k] for k in ("fresh_max", "trust", "sharing") if k in group})
     rows = group.get("rows")
     if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and rows > 0):
         raise ValueError(f"{owner}: rows must be a whole number > 0, or None for all of them; got {rows!r}.")
-    one_of(owner, "foreach", group.get("foreach"), [None, True, False])
+    for name, allowed in FLAGS.items():
+        if name in group:
+            one_of(owner, name, group[name], allowed)
     if isinstance(group.get("exclude"), str):
         raise ValueError(f"{owner}: exclude must be a list of name patterns; got the string {group['exclude']!r}.")
+    for name, value in group.items():  # those of a base rule, too
+        if any(isinstance(v, float) and math.isnan(v) for v in (value if isinstance(value, list | tuple) else [value])):
+            raise refuse(owner, name, value, "without nan")
 
 
 def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:

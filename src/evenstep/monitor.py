@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .math.moments import batch_moments, usable
-from .statistics.batch import Stage
+from .statistics.batch import LayerStatistics
 from .step.block import Block
 from .torch_optimizer.step import CoordinateOptimizer
 
@@ -58,7 +58,7 @@ class CurvatureMonitor:
         self._step = self._told = 0
         optimizer._monitors.append(self)
 
-    def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is not None and block.entry is not None and "mx" in state:
             raised, held, largest = stage.last.unbind()
@@ -112,7 +112,7 @@ class CurvatureMonitor:
         return found
 
 
-def distances(stage: Stage, state: dict[str, Any], threshold: float) -> list[Tensor]:
+def distances(stage: LayerStatistics, state: dict[str, Any], threshold: float) -> list[Tensor]:
     """Distances between the batch and the running moments of one layer; zero where there is nothing to compare."""
     sums, tiny = stage.sums(), torch.finfo(stage.centre.dtype).tiny
     mean, var = batch_moments(sums, stage.centre)

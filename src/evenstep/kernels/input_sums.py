@@ -1,8 +1,8 @@
 """Sums of a layer's input in one pass over it, tally included: one launch per call of a layer.
 
 Every program adds its part of the rows to a slot of its own, so that the order of additions, and with it the result,
-is the same in every run. The plain version is `stages.Stage._add`. Compiled code calls the kernel by an operation that
-the compiler does not look into: of the plain version it makes reductions and copies that cost ten times as much.
+is the same in every run. The plain version is `LayerStatistics._add`. Compiled code calls the kernel by an operation
+that the compiler does not look into: of the plain version it makes reductions and copies that cost ten times as much.
 """
 
 from functools import cache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..math.moments import Sums, add_zeros, sum_about, thinned
 from ..model.kinds import Look
 from ..model.survey import Entry
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 
 
 class Seen(NamedTuple):
@@ -23,13 +23,13 @@ class Seen(NamedTuple):
     g2: Tensor
 
 
-class Shown(Stage):
+class Shown(LayerStatistics):
     """A stage made of values, for the functions that read one."""
 
     def __init__(self, seen: Seen, tally: Tensor, stuffed: bool) -> None:
         """Of one member, or under `vmap` of all."""
         self.centre, self.first, self.second, self.g2 = seen
-        self._tally, self.held = tally, None
+        self._tally, self.pending = tally, None
         self.inputs, self.units, self.stuffed = self.centre.numel(), self.g2.numel(), stuffed
 
     def sums(self) -> Sums:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from .survey import Coverage, Entry, Row, join, owners, why_plain
 
 if TYPE_CHECKING:
-    from ..statistics.batch import Stage
+    from ..statistics.batch import LayerStatistics
     from ..step.block import Block
 
-    Staged = Iterable[tuple[Block, Stage | None]]
+    Staged = Iterable[tuple[Block, LayerStatistics | None]]
 
 UNSEEN = (
     "no input seen so far (functional calls, eval mode, cross-attention and sparse tensors show none): "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..math.moments import Sums, recentre
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from ..step.gradients import all_finite, gradient
 
 CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
@@ -49,7 +49,7 @@ class Agreed(NamedTuple):
 class Part(NamedTuple):
     """A stage to be added up: the mass of its running mean (None: it has counts alone), how the loss was reduced."""
 
-    stage: Stage
+    stage: LayerStatistics
     mass: Tensor | None
     reduction: str
 
@@ -63,7 +63,7 @@ class Pool:
 
     def __init__(self) -> None:
         """Nothing is known of the other ranks."""
-        self.settled: set[Stage] = set()
+        self.settled: set[LayerStatistics] = set()
         self.same = False
 
     def reduce(self, ranks: Any, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool) -> Agreed:
@@ -142,7 +142,7 @@ def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
     return {id(p) for p, number in zip(params, found.tolist(), strict=True) if number}
 
 
-def put_sums(stage: Stage, sums: Tensor) -> None:
+def put_sums(stage: LayerStatistics, sums: Tensor) -> None:
     """Let these be the stage's sums: in its first slot, the others empty."""
     stage.slots.zero_()
     stage.slots[0].copy_(sums)

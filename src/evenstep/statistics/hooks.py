@@ -1,7 +1,7 @@
-"""The only file that registers hooks: what passes through a layer is added up into tensors that `step()` reads.
+"""The only file that registers hooks: they add what passes through layers to tensors that `step()` reads.
 
-A hook adds; it never averages, allocates state or asks the device, so forwards may be repeated, split, recomputed or
-compiled. It holds its own tensors (module buffers would be broadcast by DDP) and is inert when copied.
+A hook only adds. It does not average, allocate state or wait for the device, so that a forward pass may be repeated,
+split, recomputed or compiled. The hooks of a copied or pickled model do nothing.
 """
 
 import sys
@@ -17,22 +17,23 @@ from ..math.moments import sum_about
 from ..model.kinds import BY_SHAPE, LayerKind, first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
-from .batch import Forwards, Glance, Stage, glance, graph_task
+from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
 
 transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+PLANS = 8  # shapes of calls that a layer's hook remembers
 
 
 def add_square(total: Tensor, grad: Tensor, dim: int) -> None:
-    """Add Σ ĝ² over all but the units, which lie along `dim`, counted from the last."""
+    """Add Σ g² over all dimensions but the units, which lie along `dim`, counted from the last."""
     total.add_(sum_about(rows_of(grad.detach()), total.new_zeros(()), dim)[1])
 
 
-class ShownGradient(torch.autograd.Function):
-    """A layer's output as it is; its gradient is added to a sum of squares on its way back."""
+class SquaredGradient(torch.autograd.Function):
+    """Identity of a layer's output; the backward pass adds the squared gradient to a tensor."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, total: Tensor, dim: int) -> Tensor:
-        """A copy, which a compiler need not make: the output itself could not be changed in place."""
+        """A copy, since autograd forbids operations in place on the output itself. Compilers need not make it."""
         ctx.save_for_backward(total)
         ctx.dim = dim
         return output.clone()
@@ -45,119 +46,133 @@ class ShownGradient(torch.autograd.Function):
         return grad, None, None
 
 
-class Traffic:
-    """Whether anything, or an empty batch, came by since the last step (not kept in compiled code)."""
+def hookable(output: Tensor, dim: int) -> Tensor | None:
+    """A tensor whose hook gets the gradient of `output`, units along `dim`, also after operations in place on `output`.
 
-    rows = False
-    empty = False
+    An operation in place on a view removes the view's node from the graph, with its hooks, and puts its own node behind
+    the base. So the hook goes to the base if that has the same elements in the same order; otherwise there is none.
+    """
+    base = output._base
+    if base is None or type(output) is not Tensor or output.is_nested:
+        return output
+    if not base.requires_grad:  # a view made inside an autograd function, which must not be changed in place
+        return output
+    same = base.numel() == output.numel() and base.shape[dim:] == output.shape[dim:]
+    return base if same and base.is_contiguous() and output.is_contiguous() else None
 
 
-class Watch:
-    """The forward hook of one module: shows its calls to the stages of its slots."""
+class InertHook:
+    """What a hook becomes in a copy of the model: it does nothing."""
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+class Hook:
+    """A hook on a model, inert in copies of it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        """In a copied model it does nothing."""
+        return InertHook()
+
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
+        """In a pickled model it does nothing."""
+        return InertHook, ()
+
+
+class LayerHook(Hook):
+    """The forward hook of one module: adds its calls to the statistics of its weights."""
 
     def __init__(
-        self,
-        kind: LayerKind,
-        stages: list[Stage | None],
-        batch_dim: int,
-        inputs: bool,
-        gradients: bool,
-        traffic: Traffic,
+        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, inputs: bool, gradients: bool
     ) -> None:
-        """`stages` has one place per slot, None for a slot that nobody trains."""
-        self.kind, self.stages, self.batch_dim = kind, stages, batch_dim
-        self.inputs, self.gradients, self.traffic = inputs, gradients, traffic
-        self.glances: dict[Any, Glance] = {}
-        self.shaped = inputs and not gradients and type(kind) in BY_SHAPE  # whether shapes tell all but the numbers
+        """`layers` has one place per slot of the kind, None for a slot that is not trained."""
+        self.kind, self.layers, self.batch_dim = kind, layers, batch_dim
+        self.inputs, self.gradients = inputs, gradients
+        self.plans: dict[Any, CallPlan] = {}
+        self.planned = inputs and not gradients and type(kind) in BY_SHAPE  # calls of one shape are alike
+        self.forwards = next(layer.forwards for layer in layers if layer is not None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """Count training forwards alone: not eval(), no_grad, inference_mode, transforms, traces, nor a second run.
+        """Add a training call of a layer that is not frozen; returns the output to use instead, or None.
 
-        A layer that is frozen is not looked at; it may thaw at any time.
-
-        In compiled code, the output whose gradient is watched; else nothing, which leaves the layer its own.
+        Calls in eval(), no_grad, inference_mode, transforms, traces and second runs of checkpoints do not count.
         """
         if not (module.training and torch.is_grad_enabled() and trains(module)):
             return None
         eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
-        if eager and self.shaped and self._glanced(module, args, kwargs, output):
+        if eager and self.planned and self._add_planned(module, args, kwargs, output):
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            for stage, look in zip(self.stages, looks, strict=True):
-                if stage is None or look is None:
+            for layer, look in zip(self.layers, looks, strict=True):
+                if layer is None or look is None:
                     continue
                 if eager:
-                    self.traffic.rows |= look.applied > 0
-                    self.traffic.empty |= look.applied == 0
+                    self.forwards.saw_rows |= look.applied > 0
+                    self.forwards.saw_empty |= look.applied == 0
                 if look.applied:
-                    stage.see(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
-        return self._watch_gradient(output)
+                    layer.add_call(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
+        return self._hook_gradient(output)
 
-    def _glanced(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
-        """Show an eager call to the stage, if it is one with plain tensors that are not empty, on a CPU or GPU."""
-        x, stage = args[0] if args else first_input(args, kwargs), self.stages[0]
+    def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
+        """Add an eager call with a plain tensor that is not empty, on a CPU or GPU; False if it is another one."""
+        x, layer = args[0] if args else first_input(args, kwargs), self.layers[0]
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
             return False
         key = x.shape, x.stride(), output.shape
-        known = self.glances.get(key)
-        if known is None:
+        plan = self.plans.get(key)
+        if plan is None:
             (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            if stage is None or look is None or not look.applied or not x.numel():
+            if layer is None or look is None or not look.applied or not x.numel():
                 return False
-            if len(self.glances) > 8:  # sizes that never come back need not be kept
-                self.glances.clear()
-            known = self.glances[key] = glance(x, look, stage.limit)
-        assert stage is not None
-        stage.see_like(x, known)
-        self.traffic.rows = True
+            if len(self.plans) > PLANS:
+                self.plans.clear()
+            plan = self.plans[key] = plan_call(x, look, layer.limit)
+        assert layer is not None
+        layer.add_planned_call(x, plan)
+        self.forwards.saw_rows = True
         return True
 
-    def _watch_gradient(self, output: Any) -> Any:
-        """Canonical constants need g²: a tensor hook, since a full backward hook forbids in-place activations.
+    def _hook_gradient(self, output: Any) -> Any:
+        """Have the backward pass add g², for canonical constants; returns the output to use instead, or None.
 
-        Compilers do not take hooks on what they compile, or not well (torch 2.9, 2.11); a function of autograd they do.
+        A full backward hook would forbid activations in place, so this is a hook on a tensor. Compilers do not take
+        those, or not well (torch 2.9, 2.11), and some views have no tensor to hook: they get an autograd function.
         """
-        stage = self.stages[0]
-        if not self.gradients or stage is None or not stage.units or not output.requires_grad:
+        layer = self.layers[0]
+        if not self.gradients or layer is None or not layer.units or not output.requires_grad:
             return None
         dim = self.kind.units_dim(output) - output.dim()
-        if output.size(dim) != stage.units or shards.sharded(output):
+        if output.size(dim) != layer.units or shards.sharded(output):
             raise RuntimeError(
-                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {stage.units} "
+                f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {layer.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
-        if torch.compiler.is_compiling():
-            return ShownGradient.apply(output, stage.g2, dim)  # type: ignore[no-untyped-call]
-        output.register_hook(lambda grad: add_square(stage.g2, grad, dim))
+        hooked: Any = None if torch.compiler.is_compiling() else hookable(output, dim)
+        if hooked is None:
+            return SquaredGradient.apply(output, layer.g2, dim)  # type: ignore[no-untyped-call]
+        hooked.register_hook(lambda grad: add_square(layer.g2, grad, dim))
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Inert":
-        """A copied model trains without us."""
-        return Inert()
 
-    def __reduce__(self) -> tuple[type["Inert"], tuple[()]]:
-        """A pickled model trains without us."""
-        return Inert, ()
+class ForwardStart(Hook):
+    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples."""
 
-
-class Announce(Watch):
-    """The model's own pre-hook: a new forward begins, so a layer's next call shows new examples."""
-
-    def __init__(self, forwards: Forwards) -> None:
-        """The forwards that the model's stages know."""
+    def __init__(self, forwards: ForwardState) -> None:
+        """Advances the clocks of `forwards`."""
         self.forwards, self.ticks = forwards, 0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # type: ignore[override]
-        """Let the clocks tick; repeated calls within this forward are sharing, not examples."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Advance the clocks, if the model trains."""
         eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
         if eager:
             self.ticks = (self.ticks + 1) % 2**20
-        self.forwards.running = self.forwards.announced = True
+        self.forwards.running = self.forwards.started = True
         for clock in self.forwards.clocks.values():
             if eager and clock.is_cpu:
                 clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
@@ -166,31 +181,21 @@ class Announce(Watch):
                     clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
 
 
-class Conclude(Watch):
-    """The model's own hook: its forward is over, so what is called from now on is no part of it."""
+class ForwardEnd(Hook):
+    """The model's forward hook: its forward pass is over."""
 
-    def __init__(self, forwards: Forwards) -> None:
-        """The forwards that the model's stages know."""
+    def __init__(self, forwards: ForwardState) -> None:
+        """Stops `forwards`."""
         self.forwards = forwards
 
-    def __call__(self, *given: Any) -> None:
-        """Tell the stages, if they have been told that it runs: forwards that do not train have no effect.
-
-        The output stays in `given`: as a name it would be looked at by a compiler, gradient and all.
-        """
-        if self.forwards.running:
+    def __call__(self, *args: Any) -> None:
+        """Note the end. The output stays in `args`: a compiler would trace a variable of its own, with its gradient."""
+        if self.forwards.running:  # a forward pass that does not train writes nothing
             self.forwards.running = False
 
 
-class Inert:
-    """What a hook becomes in a copy of the model."""
-
-    def __call__(self, *args: Any) -> None:
-        """Do nothing."""
-
-
-class Collector:
-    """All hooks of one optimizer on one model, and the stages they fill."""
+class ModelStatistics:
+    """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
     def __init__(
         self,
@@ -201,19 +206,18 @@ class Collector:
         gradients: bool,
         rows: Callable[[Entry], int | None] = lambda entry: None,
     ) -> None:
-        """Stages for `entries`, of their inputs' moments and squared gradients as wanted; hooks come with `attach`.
+        """For `entries`: moments of their inputs, squared gradients, or counts alone; `attach` registers the hooks.
 
-        `rows(entry)` bounds how many rows of a call are looked at.
+        At most `rows(entry)` rows of a call are read.
         """
-        self.model, self.inputs, self.gradients, self.traffic = model, inputs, gradients, Traffic()
+        self.model, self.inputs, self.gradients, self.forwards = model, inputs, gradients, ForwardState()
         self.entries = list(entries)
-        self.forwards = Forwards()
-        self.stages = {entry.name: self._stage(entry, rows(entry)) for entry in self.entries}
+        self.layers = {entry.name: self._layer(entry, rows(entry)) for entry in self.entries}
         self._handles: list[RemovableHandle] = []
 
-    def _stage(self, entry: Entry, limit: int | None) -> Stage:
+    def _layer(self, entry: Entry, limit: int | None) -> LayerStatistics:
         groups, units, inputs, _ = entry.shape
-        return Stage(
+        return LayerStatistics(
             groups * inputs,
             groups * units if self.gradients and entry.slot.output_visible else 0,
             entry.weight,
@@ -222,67 +226,64 @@ class Collector:
             forwards=self.forwards,
         )
 
-    def _stage_of(self, entry: Entry | None) -> Stage | None:
-        return None if entry is None else self.stages[entry.name]
-
-    def staged(self) -> list[tuple[Entry, Stage]]:
-        """The entries with their stages."""
-        return [(entry, self.stages[entry.name]) for entry in self.entries]
+    def items(self) -> list[tuple[Entry, LayerStatistics]]:
+        """The entries with their statistics."""
+        return [(entry, self.layers[entry.name]) for entry in self.entries]
 
     def attach(self, owner: object) -> None:
-        """Register the hooks; they go with `owner` if `detach` is never called."""
+        """Register the hooks; they are removed when `owner` is deleted, unless `detach` did that before."""
         modules: dict[nn.Module, dict[str, Entry]] = {}
         for entry in self.entries:
             for _, module in entry.places:
                 modules.setdefault(module, {})[entry.slot.weight] = entry
         for module, found in modules.items():
-            kind, batch_dim = (e := next(iter(found.values()))).kind, e.batch_dim
-            stages = [self._stage_of(found.get(slot.weight)) for slot in kind.slots(module)]
-            watch = Watch(kind, stages, batch_dim, self.inputs, self.gradients, self.traffic)
-            self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
-        if self.stages:
-            announce, conclude = Announce(self.forwards), Conclude(self.forwards)
-            self._handles.append(self.model.register_forward_pre_hook(announce, prepend=True))
-            self._handles.append(self.model.register_forward_hook(conclude, always_call=True))
-            let_dynamo_look()
+            kind, batch_dim = (first := next(iter(found.values()))).kind, first.batch_dim
+            entries = [found.get(slot.weight) for slot in kind.slots(module)]
+            layers = [None if entry is None else self.layers[entry.name] for entry in entries]
+            hook = LayerHook(kind, layers, batch_dim, self.inputs, self.gradients)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if self.layers:
+            start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
+            self._handles.append(self.model.register_forward_pre_hook(start, prepend=True))
+            self._handles.append(self.model.register_forward_hook(end, always_call=True))
+            guard_hooks_in_dynamo()
         weakref.finalize(owner, remove, self._handles)
 
     def detach(self) -> None:
-        """Remove the hooks, all of them and no others."""
+        """Remove these hooks and no others."""
         remove(self._handles)
 
     def examples(self) -> Tensor:
-        """How many examples this step has, as the layer that saw most of them counts."""
-        if not self.stages:
+        """The number of examples since the last step: that of the layer that had most."""
+        if not self.layers:
             return torch.ones(())
-        return torch.stack([stage.examples for stage in self.stages.values()]).amax().clamp(min=1)
+        return torch.stack([layer.examples for layer in self.layers.values()]).amax().clamp(min=1)
 
     def unscale(self, scale: Tensor) -> None:
-        """Take a GradScaler's factor out of the squared gradients: hooks see scaled ones."""
-        for stage in self.stages.values():
-            stage.g2.div_(scale.to(stage.g2.device) ** 2)
+        """Take a GradScaler's factor out of the squared gradients."""
+        for layer in self.layers.values():
+            layer.g2.div_(scale.to(layer.g2.device) ** 2)
 
-    def write_held(self) -> None:
-        """Let tensors have all that stages hold."""
-        for stage in self.stages.values():
-            stage.write_held()
+    def flush(self) -> None:
+        """Add pending calls to the tensors of all layers."""
+        for layer in self.layers.values():
+            layer.flush()
 
     def clear(self) -> None:
-        """Forget what was staged: it has been used, or is not to be."""
-        used = [t for stage in self.stages.values() for t in stage.use_up()]
+        """Start over after a step."""
+        used = [t for layer in self.layers.values() for t in layer.drop()]
         if used:
             torch._foreach_zero_(used)
-            for stage in self.stages.values():
-                stage.emptied()
-        self.traffic.rows = self.traffic.empty = False
-        self.forwards.running = self.forwards.announced = False
+            for layer in self.layers.values():
+                layer.mark_zero()
+        self.forwards.clear()
 
 
-def let_dynamo_look() -> None:
-    """Have Dynamo, where it is loaded, tell modules with hooks from those without.
+def guard_hooks_in_dynamo() -> None:
+    """Have Dynamo, if it is loaded, recompile modules that get hooks.
 
-    By default it takes no notice of hooks that were not there when it compiled a class of modules: what it has made of
-    another model, without an optimizer of ours, would run without our hooks. What was compiled is compiled again.
+    By default it ignores hooks that were registered after it compiled a class of modules, for a model without an
+    optimizer of evenstep's, say: their code would be reused here, and hooks would not run.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and getattr(dynamo.config, "skip_nnmodule_hook_guards", False):
@@ -297,7 +298,7 @@ def remove(handles: list[RemovableHandle]) -> None:
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether any parameter of the layer, or of what it is made of, gets a gradient."""
+    """Whether any parameter of the layer, or of its submodules, requires a gradient."""
     for p in module._parameters.values():  # a loop: this runs at every call of every layer
         if p is not None and p.requires_grad:
             return True
@@ -305,20 +306,20 @@ def trains(module: nn.Module) -> bool:
 
 
 def recomputing() -> bool:
-    """Whether this, in eager code, is the second run of a checkpointed forward whose first run was counted.
+    """Whether this eager call is the second run of a checkpointed forward pass whose first run was counted.
 
-    Non-reentrant checkpointing runs forwards with gradients on twice, and marks the second with saved-tensor hooks of
-    its own; reentrant checkpointing has them off in the first run, so that the second is the one to count.
+    Non-reentrant checkpointing runs forwards with gradients enabled twice, the second time under saved-tensor hooks of
+    its own. Reentrant checkpointing disables gradients in the first run, so that only the second one is counted.
     """
-    if graph_task() == -1:
+    if graph_task_id() == -1:
         return False
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and "_recomputation_hook" in top[0].__qualname__
 
 
 def in_transform() -> bool:
-    """Whether `torch.func`, whose tensors we could not keep, `torch.jit.trace` or `torch.export` runs this eager code.
+    """Whether `torch.func`, `torch.jit.trace` or `torch.export` runs this eager code.
 
-    What they make of a model runs without us.
+    Hooks cannot keep the tensors of these; what they make of a model runs without hooks.
     """
     return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..parallel import dtensor
 from ..rules.base import Rule
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from .block import Block
 from .gradients import gradient
 from .torch_step import TorchStep
 from .triton import host
 
-Pair = tuple[Block, Stage | None]
+Pair = tuple[Block, LayerStatistics | None]
 
 
 class Step(Protocol):
     """The step of some blocks, by one backend. `TorchStep` is a `RuleStep`, too; kernels serve rules that need none."""
 
     blocks: list[Block]
-    stages: list[Stage]
+    stages: list[LayerStatistics]
     rule: Rule
     device: torch.device
     needs_direction: bool  # whether the rule must find its direction: kernels make some rules themselves
@@ -104,7 +104,7 @@ def momentum(block: Block) -> float:
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
 
 
-def shared_by_torch_step(block: Block, stage: Stage | None) -> tuple[Any, ...]:
+def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[Any, ...]:
     """What blocks of one `TorchStep` have in common, beside device, dtype and rule."""
     weight = block.weight
     settings = [(k, v) for k, v in block.group.items() if k not in APART and isinstance(v, int | float | str | None)]

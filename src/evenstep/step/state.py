@@ -9,7 +9,7 @@ from torch import Tensor
 from ..coordinates.base import Field, Schema
 from ..math.moments import accumulation_dtype
 from ..parallel import dtensor
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from .block import Block
 
 State = dict[str, Any]
@@ -28,7 +28,7 @@ def fields_of(block: Block) -> Iterator[tuple[Tensor, str, Field]]:
             yield p, name, field
 
 
-def shape_of(field: Field, block: Block, stage: Stage | None, p: Tensor) -> torch.Size:
+def shape_of(field: Field, block: Block, stage: LayerStatistics | None, p: Tensor) -> torch.Size:
     """The shape of a field, over all ranks."""
     if field.per == "parameter":
         return p.shape
@@ -38,7 +38,7 @@ def shape_of(field: Field, block: Block, stage: Stage | None, p: Tensor) -> torc
     return torch.Size([block.units] if field.per == "unit" else [])
 
 
-def init_state(states: Any, block: Block, stage: Stage | None) -> None:
+def init_state(states: Any, block: Block, stage: LayerStatistics | None) -> None:
     """Give the block's parameters the state they lack, all of it at once: checkpoints need every key."""
     stale = stale_rule_fields(states, block, stage)
     for p, name, field in fields_of(block):
@@ -46,7 +46,7 @@ def init_state(states: Any, block: Block, stage: Stage | None) -> None:
             states[p][name] = fresh(field, block, stage, p)
 
 
-def stale_rule_fields(states: Any, block: Block, stage: Stage | None) -> set[str]:
+def stale_rule_fields(states: Any, block: Block, stage: LayerStatistics | None) -> set[str]:
     """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
     schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
     units = {name: field for name, field in schema.items() if field.per in ("unit", "layer")}
@@ -55,7 +55,7 @@ def stale_rule_fields(states: Any, block: Block, stage: Stage | None) -> set[str
     return set(schema) if wrong else set()
 
 
-def fresh(field: Field, block: Block, stage: Stage | None, p: Tensor) -> Tensor:
+def fresh(field: Field, block: Block, stage: LayerStatistics | None, p: Tensor) -> Tensor:
     """A field's tensor as it is before the first step."""
     if field.per == "parameter":
         dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype

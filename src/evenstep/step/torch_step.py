@@ -18,7 +18,7 @@ from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.base import Direction, OnV, put
 from ..rules.torch_rule import joined, joint, parted, proxy_of
-from ..statistics.batch import Stage, recentre
+from ..statistics.batch import LayerStatistics, recentre
 from .block import Block
 from .gradients import all_finite, gradient
 
@@ -43,7 +43,7 @@ class BlockScales(NamedTuple):
 class TorchStep:
     """The step of blocks that share device, dtype, coordinates, rule and settings, and have equally many biases."""
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None], state: Any) -> None:
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], state: Any) -> None:
         """Either all of `stages` or none is None."""
         first = blocks[0]
         self.blocks, self.stages, self.state = list(blocks), [s for s in stages if s is not None], state
@@ -109,7 +109,7 @@ class TorchStep:
         if self.coordinates.needs == Statistics.NOTHING or not self.stages:
             return Batch(self.one, self.one, self.one)
         if self.device.type == "cpu" and not torch.compiler.is_compiling():
-            found = [s.counts_here() for s in self.stages]
+            found = [s.counts() for s in self.stages]
             self.all_seen = all(uses for _, _, uses, _ in found)
             counts = torch.tensor(found, dtype=self.dtype)
         else:

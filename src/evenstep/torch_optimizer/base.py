@@ -1,7 +1,7 @@
 """torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -18,8 +18,8 @@ from ..model.coverage import coverage_of, guard_rates
 from ..model.survey import Coverage, Entry, survey
 from ..parallel import reduce as distributed
 from ..rules.base import Rule
-from ..statistics.batch import Stage, recentre
-from ..statistics.hooks import Collector
+from ..statistics.batch import LayerStatistics, recentre
+from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .motion import exchange, named, restore
@@ -52,7 +52,7 @@ class ModelOptimizer(Optimizer):
     def _detached(self) -> None:
         """What it has before it knows a model, as a copy has it, too."""
         self._owner = type(self).__name__
-        self._collector: Collector | None = None
+        self._statistics: ModelStatistics | None = None
         self._coordinates: dict[Any, Coordinates] = {}
         self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
@@ -76,7 +76,7 @@ class ModelOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
-        if "_collector" not in self.__dict__:
+        if "_statistics" not in self.__dict__:
             self._detached()
         super().__setstate__(state)
         for group in self.param_groups:
@@ -90,7 +90,7 @@ class ModelOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
         if self._whole and self.param_groups:  # they have names, then, though nobody gave any
-            model = None if self._collector is None else self._collector.model
+            model = None if self._statistics is None else self._statistics.model
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         checks.hyperparameters(self._owner, full)
@@ -100,8 +100,8 @@ class ModelOptimizer(Optimizer):
         super().add_param_group(param_group)
         checks.supported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
-        if self._collector is not None and self._watching:
-            self.attach(self._collector.model)
+        if self._statistics is not None and self._watching:
+            self.attach(self._statistics.model)
 
     # the model
 
@@ -113,8 +113,8 @@ class ModelOptimizer(Optimizer):
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
-        former = model if self._collector is None else self._collector.model
-        if self.statistics and held.keys() & {id(p) for p in former.parameters()} - present:
+        former = model if self._statistics is None else self._statistics.model
+        if self.needs and held.keys() & {id(p) for p in former.parameters()} - present:
             self._warn(
                 "former",
                 f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
@@ -125,19 +125,19 @@ class ModelOptimizer(Optimizer):
         self._members = held.keys() & (present | self._members if former is model else present)
         entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
-        self._collector = Collector(
+        self._statistics = ModelStatistics(
             model,
             trained,
-            inputs=self.statistics >= Statistics.INPUTS,
-            gradients=self.statistics >= Statistics.GRADIENTS,
+            inputs=self.needs >= Statistics.INPUTS,
+            gradients=self.needs >= Statistics.GRADIENTS,
             rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
         if (rival := claim(self)) is not None:
             self._warn("rival", rival)
-        if self.statistics:
-            self._collector.attach(self)
+        if self.needs:
+            self._statistics.attach(self)
             if not trained:
                 self._warn(
                     "coverage",
@@ -149,8 +149,8 @@ class ModelOptimizer(Optimizer):
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
         release(self)
-        if self._collector is not None:
-            self._collector.detach()
+        if self._statistics is not None:
+            self._statistics.detach()
 
     def refresh(self) -> None:
         """Look at the model again after surgery on its layers.
@@ -159,9 +159,9 @@ class ModelOptimizer(Optimizer):
         ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
         from parameters keeps to those.
         """
-        if self._collector is None:
+        if self._statistics is None:
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
-        model = self._collector.model
+        model = self._statistics.model
         if self._whole:
             exchange(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
@@ -170,7 +170,7 @@ class ModelOptimizer(Optimizer):
         self.attach(model)
 
     @property
-    def statistics(self) -> Statistics:
+    def needs(self) -> Statistics:
         """What hooks add up for this optimizer's coordinates."""
         return self.coordinates.needs
 
@@ -187,7 +187,7 @@ class ModelOptimizer(Optimizer):
         if kind.needs and (alone or hidden):
             kind = FanIn
         # a stepsize for gradients in canonical coordinates is far too small elsewhere
-        uses_plain_lr = self.statistics >= Statistics.GRADIENTS and kind is FanIn
+        uses_plain_lr = self.needs >= Statistics.GRADIENTS and kind is FanIn
         return self._kept(kind, rule), rule, uses_plain_lr
 
     def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
@@ -202,21 +202,21 @@ class ModelOptimizer(Optimizer):
         """The group of each parameter, by id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
-    def _stage(self, block: Block) -> Stage | None:
-        return None if self._collector is None or block.entry is None else self._collector.stages[block.entry.name]
+    def _layer_statistics(self, block: Block) -> LayerStatistics | None:
+        return None if self._statistics is None or block.entry is None else self._statistics.layers[block.entry.name]
 
-    def _staged(self, blocks: list[Block]) -> list[tuple[Block, Stage | None]]:
-        return [(block, self._stage(block)) for block in blocks]
+    def _with_statistics(self, blocks: list[Block]) -> list[tuple[Block, LayerStatistics | None]]:
+        return [(block, self._layer_statistics(block)) for block in blocks]
 
     def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
-        entries = [] if self._collector is None else self._collector.entries
+        entries = [] if self._statistics is None else self._statistics.entries
         return gather(self.param_groups, entries, self._choose, trains)
 
     # what it tells
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
-        blocks, watched = self._blocks(lambda p: p.requires_grad), self._collector
+        blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
         if watched is None:
             return coverage_of(self.param_groups, blocks)
         return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
@@ -231,7 +231,7 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return guard_rates(self._staged(self._blocks(lambda p: p.requires_grad)))
+        return guard_rates(self._with_statistics(self._blocks(lambda p: p.requires_grad)))
 
     @property
     def nonfinite_steps(self) -> int:
@@ -250,43 +250,47 @@ class ModelOptimizer(Optimizer):
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, sealed. It reads the device anyway, so it is where steps skipped there come to be told of."""
+        """As torch's, with a mark of its format and writer. Warns of steps that the device has skipped."""
         _ = self.nonfinite_steps
-        return checkpoints.seal(super().state_dict(), self._writer())
+        return checkpoints.marked(super().state_dict(), self._writer())
 
     def _writer(self) -> str:
-        """Who writes a checkpoint: the class of ours, whatever a subclass is called."""
+        """The evenstep class that a checkpoint belongs to, for subclasses, too."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
     def _known_state(self) -> tuple[set[str], set[str], bool]:
-        """The names that state may have, those that never lack, and whether the shapes of others are known, too."""
-        return set(checkpoints.OURS), {"step"}, False
+        """Names that state may have, names it must have, and whether further names are those of a rule of torch's."""
+        return set(checkpoints.OWN), {"step"}, False
 
-    def _check(self, state_dict: Any, sealed: bool) -> None:
+    def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
         """Refuse a state_dict that does not fit, before anything is changed."""
-        known, required, rule = self._known_state()
-        wanted: dict[Tensor, checkpoints.Wanted] = {}
-        for block in self._blocks(lambda p: True):
-            wanted |= checkpoints.wanted_of(block, self._stage(block), required, rule)
-        checkpoints.refuse(self._owner, checkpoints.misfits(state_dict, self.param_groups, wanted, known, sealed))
+        problems = [] if mark is None else checkpoints.mark_problems(mark, self._writer())
+        problems = problems or checkpoints.structure_problems(state_dict, self.param_groups)
+        if not problems:
+            known, required, torch_rule = self._known_state()
+            expected: dict[Tensor, checkpoints.Expected] = {}
+            for block in self._blocks(lambda p: True):
+                expected |= checkpoints.expected_of(block, self._layer_statistics(block), required, torch_rule)
+            problems = checkpoints.group_problems(self._owner, state_dict["param_groups"], self.defaults)
+            names = known if mark is None else None
+            problems += checkpoints.all_state_problems(state_dict, self.param_groups, expected, names)
+        checkpoints.refuse(self._owner, problems)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        Loaded values are copied into live tensors where there are any, since captured graphs hold those. What does not
-        fit, or was damaged since it was saved, is refused before anything is changed; `dict(state_dict)` has no seal.
-        A group whose names are ours in another order is loaded by name.
+        A state_dict that does not fit is refused before anything is changed. Values are copied into live tensors where
+        there are any, since CUDA graphs hold those. A group with the same names in another order is loaded by name.
         """
-        sealed = checkpoints.seal_of(state_dict) is not None
-        if not hasattr(state_dict, "copy"):  # which torch calls before it looks
-            self._check(state_dict, sealed)
-        checkpoints.check_seal(self._owner, state_dict, self._writer())
+        mark = checkpoints.mark_of(state_dict)
+        if not hasattr(state_dict, "copy"):  # torch calls it before the hook below
+            self._check(state_dict, mark)
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
 
         def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             loaded = checkpoints.by_name(loaded, self.param_groups)
-            self._check(loaded, sealed)
+            self._check(loaded, mark)
             final.update(loaded)
             return final
 
@@ -304,9 +308,9 @@ class ModelOptimizer(Optimizer):
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and forget what is staged."""
         self._pool.settled.clear()
-        if self._collector is not None:
-            self._collector.clear()
-            pairs = [(self.state.get(e.weight, {}), stage) for e, stage in self._collector.staged()]
+        if self._statistics is not None:
+            self._statistics.clear()
+            pairs = [(self.state.get(e.weight, {}), stage) for e, stage in self._statistics.items()]
             pairs = [(state, stage) for state, stage in pairs if "mx" in state]
             centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
             recentre([stage for _, stage in pairs], centres)

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from ..coordinates.base import Statistics
 from ..model.coverage import missing_statistics
 from ..parallel import reduce
-from ..statistics.batch import Stage
+from ..statistics.batch import LayerStatistics
 from ..step import plan as plans
 from ..step.block import Block
 from ..step.gradients import gradient
@@ -33,7 +33,7 @@ NO_RATIO = (
 class Monitor(Protocol):
     """Told of every step: each block before its batch joins the moments, then the end."""
 
-    def note(self, block: Block, stage: Stage | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
         """One block."""
 
     def end_step(self) -> None:
@@ -63,15 +63,15 @@ class CoordinateOptimizer(ModelOptimizer):
         ready = self._prepare_apart() if torch.compiler.is_compiling() else self._prepare(compiled=False)
         if ready is not None:
             self._make(*ready)
-        if self._collector is not None:
-            self._collector.clear()
+        if self._statistics is not None:
+            self._statistics.clear()
         return loss
 
     @_disable_dynamo
     def _prepare_apart(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
-        if self._collector is not None:
-            self._collector.write_held()
+        if self._statistics is not None:
+            self._statistics.flush()
         return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
@@ -86,8 +86,8 @@ class CoordinateOptimizer(ModelOptimizer):
         for group in self.param_groups:
             if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
                 self._warn("plain_lr", NO_RATIO)
-        traffic = None if self._collector is None else self._collector.traffic
-        busy = traffic is None or traffic.rows or not traffic.empty
+        forwards = None if self._statistics is None else self._statistics.forwards
+        busy = forwards is None or forwards.saw_rows or not forwards.saw_empty
         ranks = reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
@@ -97,7 +97,7 @@ class CoordinateOptimizer(ModelOptimizer):
             blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
             if not blocks:
                 return None
-            plan = plans.make([], self._staged(blocks), self.state, compiled)
+            plan = plans.make([], self._with_statistics(blocks), self.state, compiled)
         if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
             self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, None if agreed is None else agreed.finite
@@ -105,9 +105,9 @@ class CoordinateOptimizer(ModelOptimizer):
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
         """Add up the batch statistics over ranks; every rank takes part, whatever it saw."""
         parts, groups = [], self._groups()
-        if self._collector is not None and self.statistics > Statistics.NOTHING:
-            for entry, stage in self._collector.staged():
-                mass = self.state.get(entry.weight, {}).get("mass") if self._collector.inputs else None
+        if self._statistics is not None and self.needs > Statistics.NOTHING:
+            for entry, stage in self._statistics.items():
+                mass = self.state.get(entry.weight, {}).get("mass") if self._statistics.inputs else None
                 reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
                 parts.append(reduce.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
@@ -127,7 +127,7 @@ class CoordinateOptimizer(ModelOptimizer):
             self._init_state(blocks)
             if self._plan is not None and any(getattr(step, "captured", False) for step in self._plan.steps):
                 self._retired.append(self._plan)
-            self._plan, self._stale = plans.make(signature, self._staged(blocks), self.state, compiled), False
+            self._plan, self._stale = plans.make(signature, self._with_statistics(blocks), self.state, compiled), False
             if blocks:
                 self._nonfinite = self._nonfinite.to(self._plan.steps[0].device)
         return self._plan
@@ -141,7 +141,7 @@ class CoordinateOptimizer(ModelOptimizer):
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
-            stage = self._stage(block)
+            stage = self._layer_statistics(block)
             if stage is not None:
                 stage.to(block.weight.device)
             init_state(self.state, block, stage)
@@ -167,7 +167,7 @@ class CoordinateOptimizer(ModelOptimizer):
             step.move(masked(ok, step))
         for monitor in self._monitors:
             for block in plan.blocks:
-                monitor.note(block, self._stage(block), self.state[block.weight])
+                monitor.note(block, self._layer_statistics(block), self.state[block.weight])
             monitor.end_step()
         for step in plan.steps:
             step.commit(masked(ok, step))
@@ -208,10 +208,10 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
-        if self.statistics == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
+        if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = missing_statistics(self._staged(blocks), wait)
-        if self._collector is None:
+        message = missing_statistics(self._with_statistics(blocks), wait)
+        if self._statistics is None:
             message = NO_MODEL if blocks else None
         if message is not None:
             self._warn("unseen", message)

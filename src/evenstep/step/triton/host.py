@@ -20,7 +20,7 @@ from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
 from ...rules.base import plain_share
 from ...rules.torch_rule import joint
-from ...statistics.batch import Stage
+from ...statistics.batch import LayerStatistics
 from .. import spec
 from ..block import Block
 
@@ -35,7 +35,7 @@ ALIGNED = 16  # elements: what a torch rule sees begins at multiples of these
 PARTS = 16  # programs that share a block whose units do not depend on each other
 
 
-def serves(block: Block, stage: Stage | None, state: Any) -> bool:
+def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     """Whether the kernels can make a block's step: plain tensors, units as rows in memory, at most one bias."""
     weight, group = block.weight, block.group
     if not runs_on(weight) or group["foreach"] is False:
@@ -75,7 +75,7 @@ def frozen(block: Block) -> list[Tensor]:
     return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
 
 
-def has_first_dtypes(block: Block, stage: Stage | None, state: Any) -> bool:
+def has_first_dtypes(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
     wide = accumulation_dtype(block.weight.dtype)
     kept = [state[block.weight].get(name) for name in spec.STATE]
@@ -91,7 +91,7 @@ class TritonStep:
 
     all_seen = True  # as far as the host knows, which does not wait for the device
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[Stage | None], state: Any) -> None:
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], state: Any) -> None:
         """What the kernels need on the device from step to step."""
         first = blocks[0]
         self.blocks, self.of_block, self.state = list(blocks), list(stages), state
@@ -359,7 +359,7 @@ def memory_gap(number: int) -> int:
 
 
 def shapes_table(
-    blocks: Sequence[Block], stages: Sequence[Stage | None], rule_rows: Sequence[tuple[int, int]]
+    blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], rule_rows: Sequence[tuple[int, int]]
 ) -> list[list[int]]:
     """The table of shapes; `place` fills in where each block's inputs and units begin."""
     rows, counters = [], 0
@@ -401,7 +401,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def settings_table(blocks: Sequence[Block], stages: Sequence[Stage | None]) -> list[list[float]]:
+def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | None]) -> list[list[float]]:
     """The table of settings; a stepsize that is a tensor on another device is 0."""
     rows = []
     for block, stage in zip(blocks, stages, strict=True):
