@@ -10,7 +10,7 @@ with linear decay to 0. Faults come at step 150, except lr x 30, which holds fro
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,20 +29,15 @@ OPTIMIZERS = {
     "WhitenedSGD": lambda model, factor: evenstep.WhitenedSGD(model, lr=0.3 * factor),
     "Whitened(AdamW)": lambda model, factor: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3 * factor),
 }
-FAULTS = {  # and the kind of event that must come within ten steps
-    "lr x 30": "guards",
-    "units x 30": "scale",
-    "units x 0.03": "scale",
-    "inputs x 100": "scale",
-    "dying units": "dead",
-    "NaN batch": "nonfinite",
-}
+FAULTS = {"lr x 30": "guards", "units x 30": "scale", "units x 0.03": "scale", "dying units": "dead"}
+FAULTS |= {"inputs x 100": "scale", "NaN batch": "nonfinite"}  # and the kind of event due within ten steps
+conv = partial(nn.Conv2d, kernel_size=3, padding=1)
 
 
 class Rows(nn.Module):
     """An image as a sequence of rows, read by a transformer or an LSTM."""
 
-    def __init__(self, body: nn.Module, pool: Callable[..., Tensor]) -> None:
+    def __init__(self, body: nn.Module, pool: object) -> None:
         super().__init__()
         self.enter, self.body, self.pool, self.head = nn.Linear(16, 32), body, pool, nn.Linear(32, 10)
         self.place = nn.Parameter(0.02 * torch.randn(16, 32))
@@ -56,45 +51,29 @@ class Residual(nn.Sequential):
         return functional.relu(x + super().forward(x))
 
 
-def resnet() -> nn.Module:
-    def conv(channels: int = 12) -> list[nn.Module]:
-        return [nn.Conv2d(channels, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)]
-
-    blocks = [Residual(*conv(), nn.ReLU(), *conv()) for _ in range(3)]
-    return nn.Sequential(*conv(1), nn.MaxPool2d(2), *blocks, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(12, 10))
-
-
-def mlp() -> nn.Module:
-    hidden = [nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(84, 10))
-
-
-def cnn() -> nn.Module:
-    front = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*front, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
     return Rows(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), lambda found: found.mean(1))
 
 
-NETWORKS = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "paper_cnn": lambda: models.paper_cnn(1, classes=10),
-    "transformer": transformer,
-    "lstm": lambda: Rows(nn.LSTM(32, 32, batch_first=True), lambda found: found[0][:, -1]),
-    "resnet": resnet,
-}
-DENSE = ("mlp", "cnn", "paper_cnn")  # networks with two dense layers in a row, for faults of units
+def resnet() -> nn.Module:
+    parts = [[conv(12, 12), nn.BatchNorm2d(12), nn.ReLU(), conv(12, 12), nn.BatchNorm2d(12)] for _ in range(3)]
+    stem = conv(1, 12), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*stem, *(Residual(*p) for p in parts), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(12, 10))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
+
+
+DENSE = {"mlp": mlp, "paper_cnn": partial(models.paper_cnn, 1, classes=10)}  # two dense layers in a row
+NETWORKS = {**DENSE, "transformer": transformer, "resnet": resnet}
+NETWORKS["lstm"] = lambda: Rows(nn.LSTM(32, 32, batch_first=True), lambda found: found[0][:, -1])
 
 
 @torch.no_grad()
 def harm(model: nn.Module, fault: str) -> None:
     """Rescale a tenth of the first dense layer's units, the function unchanged; or kill three tenths of them."""
-    if "units" not in fault:
-        return
     first, second = [m for m in model.modules() if isinstance(m, nn.Linear)][:2]
     if fault == "dying units":
         first.bias[: 3 * first.out_features // 10] -= 100
@@ -109,19 +88,17 @@ def train(network: str, name: str, fault: str, seed: int = 0, until: int = STEPS
     """The monitor's scalars at every step up to `until`, with the loss; and the events."""
     torch.manual_seed(seed)
     arrays, model = fashion_mnist_subset(), NETWORKS[network]()
-    x = arrays.normalize(arrays.train_x)
-    x = x if network == "paper_cnn" else functional.avg_pool2d(x, 2)
+    x = functional.avg_pool2d(arrays.normalize(arrays.train_x), 1 if network == "paper_cnn" else 2)
     optimizer = OPTIMIZERS[name](model, 30 if fault == "lr x 30" else 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     monitor, rows, told = evenstep.CurvatureMonitor(optimizer), [], []
     for step in range(1, until + 1):
         batch = torch.randint(len(x), (BATCH,))
-        shown = x[batch] * (100 if fault == "inputs x 100" and step >= AT else 1)
-        if step == AT:
+        factor = {"inputs x 100": 100 if step >= AT else 1, "NaN batch": torch.nan if step == AT else 1}.get(fault, 1)
+        if step == AT and "units" in fault:
             harm(model, fault)
-            shown = shown * torch.nan if fault == "NaN batch" else shown
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(shown), arrays.train_y[batch])
+        loss = functional.cross_entropy(model(factor * x[batch]), arrays.train_y[batch])
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -157,10 +134,8 @@ def tables(path: Path) -> None:
     print("healthy: share of units held back, mean over networks and highest of all")
     for name in OPTIMIZERS:
         held = torch.tensor([metrics["held"] for config, metrics in healthy if config["optimizer"] == name])
-        spans = [held[:, a:b] for a, b in PHASES.values()]
-        print(f"| `{name}` |", *(f"{span.mean():.1%}, {span.max():.0%} |" for span in spans))
-    counts = [len(metrics["events"]) for _, metrics in healthy]
-    print(f"healthy: {len(counts)} runs, {sum(counts)} events, at most {max(counts)} in one")
+        print(f"| `{name}` |", *(f"{held[:, a:b].mean():.1%}, {held[:, a:b].max():.0%} |" for a, b in PHASES.values()))
+    print("healthy: events of each run", [len(metrics["events"]) for _, metrics in healthy])
     for fault, kind in FAULTS.items():
         runs = [metrics["events"] for config, metrics in found if config["fault"] == fault]
         told = [[e["step"] for e in events if e["kind"] == kind and not e["over"]] for events in runs]
