@@ -159,6 +159,8 @@ class CoordinateOptimizer(ModelOptimizer):
         if ok is False:
             self._warn("nonfinite", NONFINITE)
             self._recentre()
+            for monitor in self._monitors:
+                monitor.end_step()
             return
         if not all(step.all_seen for step in plan.steps):
             self._warn_unseen(plan.blocks, wait=False)

@@ -1,7 +1,7 @@
 """Shocks (§4.4): a tenth of a hidden layer's ReLU units rescaled by κ in mid-training, the function unchanged.
 
 Weights and bias into those units are multiplied by κ, the weights out of them divided by it. The running moments are
-then off by κ² at once, which is what the paper found behind its failures; `CurvatureMonitor` watches.
+then off by κ² at once, which is what the paper found behind its failures; `MomentDistances` measures it.
 """
 
 import copy
@@ -20,6 +20,9 @@ from torch.nn import functional
 
 import evenstep
 
+from ...math.moments import batch_moments, usable
+from ...statistics.batch import LayerStatistics
+from ...step.block import Block
 from ...torch_optimizer.step import CoordinateOptimizer
 from ..data import Arrays
 from ..models import paper_cnn
@@ -42,6 +45,7 @@ PAPERS = "unguarded WhitenedSGD"
 KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
 BATCH, SHARE = 64, 10  # one unit in ten is rescaled
 WATCHED = ("grown", "growth", "mean_distance", "dead_inputs", "guarded_inputs", "guarded_units", "largest_step")
+NOTHING = dict.fromkeys(WATCHED, 0.0)
 SETTING = (
     "The paper's CNN, batch 64, 200 steps; then 12 of the 120 units of its first dense layer are rescaled by κ, and "
     "100 steps follow, on the same batches as without a shock (κ = 1). Two seeds. The ratio is the mean training loss "
@@ -95,6 +99,38 @@ def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
     return Scene(lambda seed: paper_cnn(arrays.channels, classes=classes), x, part.train_y, before, after)
 
 
+class MomentDistances:
+    """How far each layer's batch is from its running moments in the newest step, and what the guards did."""
+
+    def __init__(self, optimizer: CoordinateOptimizer) -> None:
+        """Watch every step of `optimizer`."""
+        self.layers: dict[str, dict[str, float]] = {}  # path -> WATCHED
+        optimizer._monitors.append(self)
+
+    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
+        """Called by the optimizer for each block, before its batch joins the moments."""
+        if stage is None or block.entry is None or "mx" not in state:
+            return
+        raised, held, largest = stage.last.tolist()
+        values = [*distances(stage, state), raised / stage.inputs, held / block.units, largest]
+        self.layers[block.entry.path] = dict(zip(WATCHED, values, strict=True))
+
+    def end_step(self) -> None:
+        """Called by the optimizer at the end of a step; `layers` is complete."""
+
+
+def distances(stage: LayerStatistics, state: dict[str, Any]) -> list[float]:
+    """The columns of WATCHED that compare the batch with the running moments of one layer."""
+    sums, tiny = stage.sums(), torch.finfo(stage.centre.dtype).tiny
+    mean, var = batch_moments(sums, stage.centre)
+    alive = usable(sums) & (state["mass"] > 0) & (state["vx"] > tiny)
+    vx = state["vx"].clamp(min=tiny)
+    growth = torch.where(alive, var / vx, 1.0)
+    distance = torch.where(alive, (mean - state["mx"]).abs() * vx.rsqrt(), 0.0)
+    dead = usable(sums) & (mean == 0) & (var == 0)
+    return [(growth > 10).sum().item(), growth.max().item(), distance.max().item(), dead.double().mean().item()]
+
+
 def train(
     model: nn.Module,
     optimizer: CoordinateOptimizer,
@@ -146,16 +182,16 @@ def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Modul
 
 
 def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
-    """A row per step after a shock of κ (1 is none): the loss, and what the monitor sees behind the shocked layer."""
+    """A row per step after a shock of κ (1 is none): the loss, and the moments and events of the layer behind it."""
     model, optimizer = restored(scene, name, seed, state)
     _, (layer, _) = linears(model)[:2]
-    monitor, rows = evenstep.CurvatureMonitor(optimizer), list[dict[str, Any]]()
+    monitor, seen, rows = evenstep.CurvatureMonitor(optimizer), MomentDistances(optimizer), list[dict[str, Any]]()
 
     def look(loss: float) -> None:
-        seen = monitor.scalars()
         told = [str(event) for event in monitor.events() if event.layer == layer]
-        row = {"step": len(rows) + 1, "loss": loss, **{c: seen.get(f"{layer}/{c}", 0.0) for c in WATCHED}}
-        rows.append({**row, "dead_somewhere": seen.get("all/dead_inputs", 0.0), "events": told})
+        row = {"step": len(rows) + 1, "loss": loss, **seen.layers.get(layer, NOTHING), "events": told}
+        dead = max((values["dead_inputs"] for values in seen.layers.values()), default=0.0)
+        rows.append({**row, "dead_somewhere": dead})
 
     if kappa != 1:
         shock(model, kappa, seed)
