@@ -479,6 +479,7 @@ def test_training_goes_on_after_folding(way):
     if way == "given the new bias":
         optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
     if way == "built anew":
+        optimizer.detach()
         optimizer = evenstep.WhitenedSGD(model, lr=0.1)
     else:
         optimizer.refresh()
@@ -498,6 +499,7 @@ def test_a_refreshed_optimizer_is_saved_like_a_new_one():
     optimizer.refresh()
     assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
+    optimizer.detach()
     evenstep.WhitenedSGD(model, lr=0.1).load_state_dict(optimizer.state_dict())
 
 

@@ -199,6 +199,7 @@ def other_optimizers(model):
 
 
 @pytest.mark.feature("checkpoints that do not fit are refused")
+@pytest.mark.filterwarnings("ignore:.*are also trained by another optimizer")  # built for their checkpoints alone
 @pytest.mark.parametrize("which", ["other shapes", "adam", "sgd", "another class", "fewer parameters"])
 def test_the_state_of_another_optimizer_is_refused(which):
     network, other, message = other_optimizers(maker.network())[which]

@@ -308,6 +308,7 @@ def tensor_parallel():
             steps(model, optimizer, data)
             steps(twin, alone, data)
         torch.testing.assert_close([p.full_tensor() for p in model.parameters()], list(twin.parameters()))
+    optimizer.detach()
     canonical = evenstep.CanonicalSGD(model)
     with pytest.raises(RuntimeError, match="need the whole output of a layer"):
         steps(model, canonical, data)

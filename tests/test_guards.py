@@ -367,7 +367,7 @@ def steady_layer(decay):
         step.look(None)
         (scales,) = step.scales
         optimizer.step()
-        return scales.spread.mean().item(), scales.fresh.mean().item()
+        return scales.inputs.spread.mean().item(), scales.inputs.fresh.mean().item()
 
     return spread_of
 
@@ -391,7 +391,7 @@ def test_what_many_batches_have_shown_has_its_way():
 @pytest.mark.parametrize(
     ("name", "lr"), [("WhitenedSGD", 0.05), ("UnitStep", 0.05), ("Whitened(AdamW)", 1e-3), ("CanonicalSGD", 1e-5)]
 )
-def test_a_deep_network_whose_signals_vanish_trains(by, name, lr):
+def test_a_deep_network_whose_signals_vanish_trains(name, lr):
     """PyTorch's initialization, 20 layers: without foresight its first step makes losses of 10¹⁸ and more."""
     torch.manual_seed(1)
     layers = [m for _ in range(20) for m in (nn.Linear(32, 32), nn.ReLU())]

@@ -12,7 +12,7 @@ from cases import BY_HAND, TORCH_RULES
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
-from evenstep.step.triton import tables
+from evenstep.step.triton import host
 from helpers import CPU_AND_GPU, GPU, LAYOUTS, SHAPES, Net, assert_moments_agree, assert_steps_agree, inputs_like
 
 BACKEND = "torch" if GPU.type == "cpu" else "triton"
@@ -73,7 +73,7 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
     ],
 )
 def test_long_rows_outside_layers_are_cut_into_equal_pieces(outside, units, columns, expected):
-    assert tables.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
+    assert host.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

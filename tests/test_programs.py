@@ -332,6 +332,7 @@ def programs(draw) -> Program:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*are also trained by another optimizer")  # that a checkpoint is loaded from
 @settings(max_examples=100)
 @given(programs())
 def test_random_programs_run(program):

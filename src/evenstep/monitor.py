@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from .coordinates.base import Statistics
+from .coordinates.coordinates import Statistics
 from .math.moments import batch_moments, usable
 from .statistics.batch import LayerStatistics
 from .step.block import Block
-from .torch_optimizer.step import CoordinateOptimizer
+from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
 COLUMNS = (
     "log2_variance",  # median over inputs of log2(batch variance / running variance)

@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import checks
-from .coordinates.base import Coordinates
 from .coordinates.canonical import Canonical
+from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
 from .keywords import explained
 from .model.survey import Entry
-from .rules.base import Rule
 from .rules.block_natural import BlockNaturalRule
+from .rules.rule import Rule
 from .rules.unit import UnitRule
 from .step.block import Group
 from .step.plan import Plan
-from .torch_optimizer.step import CoordinateOptimizer
+from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
 natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks can be grouped by it
 

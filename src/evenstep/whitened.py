@@ -11,11 +11,11 @@ from . import checks
 from .keywords import explained
 from .model.survey import Entry
 from .rules import torch_rule as proxies
-from .rules.base import Rule
+from .rules.rule import Rule
 from .rules.torch_rule import BaseRule, TorchRule
 from .step.block import Block, Group
 from .step.plan import Plan
-from .torch_optimizer.step import CoordinateOptimizer
+from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 

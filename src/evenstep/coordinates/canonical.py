@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..math.constants import canonical_beta2, canonical_mg2
 from ..math.moments import fold_mean
-from .base import Batch, Field, Layers, Scales, Schema, Statistics
+from .coordinates import Batch, Field, Layers, Scales, Schema, Statistics
 from .whitening import Whitening
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..math.constants import geometry_beta2
-from .base import Batch, Coordinates, Field, Layers, Scales, Schema, Statistics, sharing
+from .coordinates import Batch, Coordinates, Field, Layers, Scales, Schema, Statistics, sharing
 
 
 class FanIn(Coordinates):

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..math.constants import STEADY
 from ..math.frame import running_after, whitened_frame
 from ..math.moments import Running, Sums, gain
-from .base import Batch, Field, Layers, Scales, Schema, Statistics
+from .coordinates import Batch, Field, Layers, Scales, Schema, Statistics
 from .fan_in import FanIn
 
 

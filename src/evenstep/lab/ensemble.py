@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from ..torch_optimizer.step import CoordinateOptimizer
+from ..torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from .data import Arrays, Text
 from .evaluate import evaluate_members
 from .stacked import Build, Stack, StackedCoordinates, StackedRule, along

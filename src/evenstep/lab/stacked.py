@@ -22,8 +22,8 @@ from ..rules import torch_rule as proxies
 from ..rules.torch_rule import BaseRule, Proxy
 from ..step import frames
 from ..step.block import Block
+from ..torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from ..torch_optimizer.motion import displace
-from ..torch_optimizer.step import CoordinateOptimizer
 from ..whitened import Whitened, joined
 from .methods import OwnBatchSGD
 from .watching import Seen, Shown, Watcher

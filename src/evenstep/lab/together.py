@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..torch_optimizer.step import CoordinateOptimizer
+from ..torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from ..whitened import Whitened
 from . import feed, records
 from .captured import Steps

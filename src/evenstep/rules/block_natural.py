@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coordinates.base import Field, Schema
+from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.change_of_variables import per_unit
 from ..math.constants import inverse_root
 from ..math.moments import fold_mean, gain
-from .base import Direction, OnV, Rule, RuleStep, heavy_ball, put
+from .rule import Direction, OnV, Rule, RuleStep, heavy_ball, put
 from .unit import SQUARE, running_square
 
 MASS = Field("layer", nonnegative=True)

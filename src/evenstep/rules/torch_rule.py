@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..coordinates.base import Schema
+from ..coordinates.coordinates import Schema
 from ..math import stepsize
 from ..parallel import dtensor as shards
-from .base import Rule, RuleStep, plain_share
+from .rule import Rule, RuleStep, plain_share
 
 OURS = {"mx", "vx", "mass", "sharing"}  # state of ours beside the rule's own
 REFUSED = {

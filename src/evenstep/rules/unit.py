@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..coordinates.base import Field, Schema
+from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.constants import inverse_root
 from ..math.moments import gain
-from .base import Direction, Fused, OnV, Rule, RuleStep, heavy_ball
+from .rule import Direction, Fused, OnV, Rule, RuleStep, heavy_ball
 
 
 class UnitRule(Rule):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coordinates.base import Coordinates
+from ..coordinates.coordinates import Coordinates
 from ..model.survey import Entry
 from ..parallel import dtensor
-from ..rules.base import Rule, plain_share
+from ..rules.rule import Rule, plain_share
 
 Group = dict[str, Any]
 

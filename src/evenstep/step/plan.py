@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import dtensor
-from ..rules.base import Rule
+from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics
 from .block import Block
 from .gradients import gradient

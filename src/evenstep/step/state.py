@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coordinates.base import Field, Schema
+from ..coordinates.coordinates import Field, Schema
 from ..math.moments import accumulation_dtype
 from ..parallel import dtensor
 from ..statistics.batch import LayerStatistics

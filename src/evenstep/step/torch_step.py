@@ -4,23 +4,25 @@ What belongs to inputs, units or layers is packed into flat tensors, one block a
 the weights is done block by block.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..coordinates.base import Batch, Layers, Scales, Statistics
+from ..coordinates.coordinates import Batch, Layers, Scales, Statistics
 from ..math import change_of_variables, guards
 from ..math.change_of_variables import mean_response, per_unit
 from ..math.moments import Sums, accumulation_dtype
 from ..math.segments import Segments
 from ..parallel import dtensor
-from ..rules.base import Direction, OnV, put
+from ..rules.rule import Direction, OnV, put
 from ..rules.torch_rule import joined, joint, parted, proxy_of
 from ..statistics.batch import LayerStatistics, recentre
 from .block import Block
 from .gradients import all_finite, gradient
+from .state import schema_of
 
 
 class InputScales(NamedTuple):
@@ -48,7 +50,7 @@ class TorchStep:
         first = blocks[0]
         self.blocks, self.stages, self.state = list(blocks), [s for s in stages if s is not None], state
         self.group, self.coordinates, self.rule = first.group, first.coordinates, first.rule
-        self.device, self.dtype = first.weight.device, accumulation_dtype(first.weight.dtype)
+        self.device, self.dtype = first.weight.device, widest(blocks, self.stages, state)
         self.all_seen, self.needs_direction = True, True
         self.one = torch.ones((), dtype=self.dtype, device=self.device)
         self.shapes = [b.matrix(dtensor.local(b.weight)).shape[:2] for b in blocks]
@@ -168,7 +170,7 @@ class TorchStep:
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
-        return pack([dtensor.local(self.state[b.weight][name]) for b in self.blocks])
+        return pack([dtensor.local(self.state[b.weight][name]) for b in self.blocks]).to(self.dtype)
 
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
@@ -351,6 +353,15 @@ class TorchStep:
             centres = torch.split(torch.where(started, after["mx"], torch.nan), self.layers.inputs.sizes)
             recentre(self.stages, centres)
         self._release()
+
+
+def widest(blocks: Sequence[Block], stages: Sequence[LayerStatistics], state: Any) -> torch.dtype:
+    """What to compute in: float32 or better, and no less than state that a model of another dtype has left."""
+    names = schema_of(blocks[0])
+    kept = [state[b.weight][name].dtype for b in blocks for name in names if name in state[b.weight]]
+    return functools.reduce(
+        torch.promote_types, [*kept, *(s.centre.dtype for s in stages)], accumulation_dtype(blocks[0].weight.dtype)
+    )
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

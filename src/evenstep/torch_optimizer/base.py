@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import checks
-from ..coordinates.base import Coordinates, Statistics
+from ..coordinates.coordinates import Coordinates, Statistics
 from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
 from ..model.claims import claim, release
 from ..model.coverage import coverage_of, guard_rates
 from ..model.survey import Coverage, Entry, survey
 from ..parallel import reduce as distributed
-from ..rules.base import Rule
+from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics, recentre
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather

@@ -23,7 +23,7 @@ import evenstep
 from ...math.moments import batch_moments, usable
 from ...statistics.batch import LayerStatistics
 from ...step.block import Block
-from ...torch_optimizer.step import CoordinateOptimizer
+from ...torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from ..data import Arrays
 from ..models import paper_cnn
 from ..records import Record

@@ -18,7 +18,7 @@ from ...math import guards
 from ...math.constants import STEADY
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ...rules.base import plain_share
+from ...rules.rule import plain_share
 from ...rules.torch_rule import joint
 from ...statistics.batch import LayerStatistics
 from .. import spec

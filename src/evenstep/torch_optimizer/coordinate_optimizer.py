@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
-from ..coordinates.base import Statistics
+from ..coordinates.coordinates import Statistics
 from ..model.coverage import missing_statistics
 from ..parallel import reduce
 from ..statistics.batch import LayerStatistics

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..coordinates.base import Field, Schema
+from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.segments import Segments
 
