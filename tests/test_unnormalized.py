@@ -12,7 +12,7 @@ unnormalized = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(unnormalized)
 
 SEEDS = (0, 1, 2)
-MISSED = {("siren", "UnitStep")}  # sin(30 x): a step of lr for units of length 0.03 is too long at the default lr
+MISSED = {("siren", "UnitStep"): "behind sin(30 x) units are 0.1 long: steps of the default lr are too long; use 0.005"}
 
 
 @cache
@@ -32,14 +32,13 @@ def passes(task, method, seeds):
 @pytest.mark.parametrize("task", unnormalized.TASKS)
 def test_a_default_ends_within_twice_the_loss_of_adamw(task, method, request):
     if (task, method) in MISSED:
-        request.applymarker(pytest.mark.xfail(reason="docs/guards.md says why"))
+        request.applymarker(pytest.mark.xfail(reason=MISSED[task, method]))
     assert passes(task, method, SEEDS)
 
 
 @pytest.mark.parametrize("method", unnormalized.RIVALS)
-@pytest.mark.parametrize("task", ["ranges", "offset"])
-def test_large_inputs_do_not_stall_a_default(task, method):
-    assert passes(task, method, SEEDS[:1])
+def test_large_inputs_do_not_stall_a_default(method):
+    assert passes("ranges", method, SEEDS[:1])
 
 
 def test_the_criterion_is_twice_adamw_and_a_hundredth_of_the_first_loss():
@@ -48,5 +47,8 @@ def test_the_criterion_is_twice_adamw_and_a_hundredth_of_the_first_loss():
 
 
 def test_a_training_that_ends_in_nan_passes_nothing():
-    found = {("made up", "UnitStep"): [{"held_out": 1.0}, {"held_out": math.nan}]}
-    assert unnormalized.mean(found, "made up", "UnitStep", "held_out") == math.inf
+    found = {
+        ("made up", "AdamW"): [{"before": 1e9, "held_out": 1.0}],
+        ("made up", "UnitStep"): [{"held_out": math.nan}],
+    }
+    assert "**nan**" in unnormalized.table({**found, ("made up", "Whitened(AdamW)"): [{"held_out": 1.0}]})
