@@ -88,6 +88,19 @@ def model_label(name: Any) -> str:
     return MODEL_NAMES.get(str(name), str(name))
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    r"""Rows of cells as a table in Markdown, the first row its head.
+
+    >>> print(markdown_table([["", "ms"], ["a|b", "1"]]))
+    | | ms |
+    | --- | --- |
+    | a\\|b | 1 |
+    """
+    first, *rest = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = [first, ["---"] * len(first), *rest]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines)
+
+
 def styles(found: Sequence[Series]) -> list[Style]:
     """A style for each series: known methods look the same everywhere unless two of a kind meet."""
     free = list(range(len(COLOURS)))

@@ -52,14 +52,13 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else f"{device.type} ({platform.machine()})"
 
 
-def commit() -> str | None:
-    """Commit of the checkout this file belongs to, "-dirty" if it was changed since.
+def commit(root: Path = Path(__file__).parents[3], variable: str = "EVENSTEP_COMMIT") -> str | None:
+    """Commit of the checkout in `root`, "-dirty" if files were changed since; by default the one this file belongs to.
 
-    Where the files came without their history, EVENSTEP_COMMIT can name it; None if nothing does.
+    An environment variable can name it where the files came without their history; None if neither does.
     """
-    if "EVENSTEP_COMMIT" in os.environ:
-        return os.environ["EVENSTEP_COMMIT"]
-    root = Path(__file__).parents[3]
+    if variable in os.environ:
+        return os.environ[variable]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,32 +1,44 @@
-"""`evenstep bench`: step time and memory of optimizers, as ratios to SGD."""
+"""`evenstep bench`: time and memory of training steps, ours against torch's."""
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any, get_args
 
-import tyro
+from .. import bench, bench_goals, records, usage
+from ..bench_contenders import CONTENDERS, checked, library
+from ..bench_models import SUBJECTS
 
-from .. import bench, records, usage
-from ..bench_tables import table
-from . import shared
+DEFAULT_MODELS = ("paper-cnn", "paper-cnn-4")
+DEFAULT_CONTENDERS = ("sgd", "batch-norm", "whitened-sgd", "unit-step")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Time training steps of several optimizers on the same network, interleaved in one run, as ratios to the first."""
+    """Time training steps of several optimizers on the same network, interleaved in one process, as ratios."""
 
-    model: tuple[str, ...] = bench.MODELS
-    """Networks: paper-cnn, paper-cnn-4, alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small, gpt-tiny, mlp."""
-    contenders: tuple[str, ...] = ("sgd", "batch-norm", "whitened-sgd", "evenstep")
-    """Optimizers: sgd, adamw-fused, muon, batch-norm (SGD with it), whitened-sgd, evenstep, evenstep-loop (the loop),
-    whitened-adamw; where they are installed, shampoo, soap, kfac, singd. The first is what the others are measured by;
-    those that a network cannot have are left out."""
+    suite: str | None = None
+    """Run all rows of a suite, gpu or cpu, with its own networks, contenders and settings; --model, --contenders and
+    --rounds restrict or replace them."""
+    goals: bool = False
+    """Compare with the goals of the suite (of --device, if no --suite is given); exit code 1 if one fails."""
+    against: Path | None = None
+    """The src folder of another checkout: its optimizers are timed in the same rounds, and ratios new / old printed."""
+    model: tuple[str, ...] = ()
+    """Networks: paper-cnn and paper-cnn-4 (the default), alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small,
+    gpt-tiny, mlp."""
+    contenders: tuple[str, ...] = ()
+    """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unit-step (these are the default), whitened-adamw,
+    adamw-fused, muon; where they are installed, shampoo, soap, kfac, singd. whitened-adamw is divided by adamw-fused
+    where that takes part, the others by sgd, or else by the first."""
     device: str = "cpu"
     """Where to train: cpu, cuda, ..."""
-    batch: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint=shared.NONE)] = ()
+    batch: tuple[int, ...] = ()
     """Batch sizes; without any, each network's usual one."""
-    rounds: int = 50
-    """Steps of each contender that are timed."""
+    rounds: int | None = None
+    """Measurements of each contender; 50 unless the suite has its own number."""
     compiled: bool = False
     """Compile the networks."""
     autocast: bool = False
@@ -36,48 +48,161 @@ class Options:
     channels_last: bool = False
     """Lay images out with channels last."""
     sweep: bool = False
-    """Also show how cost grows with width, batch and depth of a dense network."""
-    goals: bool = False
-    """Time what has a goal on this device instead (its own networks and contenders), and say whether it is met; the
-    exit code is 1 where a limit is exceeded."""
+    """Measure how the cost grows with width, batch and depth of a dense network, beside the networks of --model."""
     seed: int = 0
     """Seed of weights and data."""
     threads: int = 0
     """CPU threads; 0 leaves them as they are."""
-    out: Path = Path("runs/bench")
-    """Folder for the records."""
+    records: Path = Path("runs/bench.jsonl")
+    """File to which records are appended."""
+    table: Path | None = None
+    """Time nothing: print the records of this file as a table for the docs, or with --goals beside their goals."""
 
 
 def main(options: Options) -> int:
-    """Time what is asked for, show each table as it is done; the exit code."""
+    """Time what is asked for behind a progress bar; the exit code."""
     from rich.console import Console
-    from rich.progress import Progress
 
+    from .. import progress
+
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    return carried_out(options, say, lambda total: progress.bar(console, total))
+
+
+def without_extras(words: Sequence[str] | None = None) -> int:
+    """The same for machines that have torch alone; the exit code."""
+    parser = argparse.ArgumentParser(description=Options.__doc__)
+    for field in fields(Options):
+        kind: Any = next(iter(get_args(field.type)), field.type)
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": field.default}
+        how |= {"nargs": "*"} if isinstance(field.default, tuple) else {}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **how)
+    found: dict[str, Any] = vars(parser.parse_args(words))
+    try:
+        options = Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+        return carried_out(options, lambda text: print(text, flush=True))
+    except usage.UsageError as error:
+        parser.exit(2, f"bench: {error}\n")
+
+
+def carried_out(options: Options, say: Callable[[str], Any], bar: Callable[[int], Any] | None = None) -> int:
+    """Time, or read, what is asked for; each record is printed and kept as soon as it is made. The exit code."""
+    if options.table is not None:
+        found = recorded(options.table)
+        if options.goals:
+            return judged(found, say)
+        say(bench_goals.table(found))
+        return 0
+    wanted = settings(options)
+    usage.writable_folder(options.records.parent, "--records")
+    for line in left_out(wanted):
+        say(line)
+    made = []
+    with bar(sum(s.rounds for s in wanted)) if bar else nullcontext() as moving:
+        for setting in wanted:
+            made.append(record := bench.run(setting, lambda _: moving and moving.advance()))
+            records.append(options.records, record)
+            say(bench_goals.text(record))
+    say(f"Records: {options.records}")
+    return judged(made, say) if options.goals else 0
+
+
+def recorded(path: Path) -> list[records.Record]:
+    """The records of bench in a file; a UsageError if there are none."""
+    found = [r for r in records.read(path) if r["config"].get("bench") is True] if path.is_file() else []
+    if not found:
+        raise usage.UsageError(f"--table {path}: no record of bench there; give a file that --records wrote")
+    for row in (row for record in found for row in record["metrics"] if row["contender"] == "evenstep"):
+        row["contender"] = "unit-step"  # UnitStep was called EvenStep in version 0.1
+    return found
+
+
+def judged(found: Sequence[records.Record], say: Callable[[str], Any]) -> int:
+    """Print the records' goals; the exit code, 1 if one fails."""
+    rows = bench_goals.verdicts(found)
+    if not rows:
+        raise usage.UsageError("none of these records is of what has a goal; --goals without --table makes such")
+    say(bench_goals.goals_table(rows))
+    return int(any(row.missed for row in rows))
+
+
+def settings(options: Options) -> list[bench.Setting]:
+    """The comparisons that are asked for, if all of them can be made."""
+    for name in options.model:
+        usage.known_name(name, SUBJECTS, "network")
+    for name in options.contenders:
+        if needs := CONTENDERS[usage.known_name(name, CONTENDERS, "contender")].needs:
+            library(needs)
+    for size in options.batch:
+        usage.in_range(size, 1, 1_000_000, "--batch")
+    if options.rounds is not None:
+        usage.in_range(options.rounds, 2, 100_000, "--rounds")
+    usage.in_range(options.threads, 0, 1024, "--threads")
+    usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
+    if options.against is not None:
+        checked(options.against)
+    found = of_suite(options) if options.suite or options.goals else of_options(options)
+    for setting in found:
+        possible(setting)
+    for device in {setting.device for setting in found}:
+        usage.usable_device(device)
+    return found
+
+
+def of_suite(options: Options) -> list[bench.Setting]:
+    """The rows of a suite, those of `--model` if that is given."""
+    own = ("batch", "compiled", "autocast", "half", "channels_last", "sweep")
+    if given := [f"--{name.replace('_', '-')}" for name in own if getattr(options, name)]:
+        raise usage.UsageError(f"a suite has its own settings; leave out {', '.join(given)}")
+    of_device = "gpu" if options.device.startswith("cuda") else "cpu"
+    name = usage.known_name(options.suite or of_device, bench_goals.SUITES, "suite")
+    rows = [row for row in bench_goals.SUITES[name] if not options.model or row.how["model"] in options.model]
+    if not rows:
+        raise usage.UsageError(f"suite {name} has no row with --model {' '.join(options.model)}")
+    changes = {key: getattr(options, key) for key in ("rounds", "threads", "contenders", "seed", "against")}
+    usual = {"contenders": bench_goals.CONTENDERS[name], **bench_goals.ON[name]}
+    return [bench.Setting(**{**usual, **row.how, **{k: v for k, v in changes.items() if v}}) for row in rows]
+
+
+def of_options(options: Options) -> list[bench.Setting]:
+    """Every network at every batch size; with `--sweep` dense networks of many sizes besides."""
+    shared = ("device", "compiled", "autocast", "half", "channels_last", "threads", "seed", "against")
     base = bench.Setting(
-        "",
-        options.contenders,
-        options.device,
-        None,
-        options.rounds,
-        options.compiled,
-        options.autocast,
-        options.channels_last,
-        options.threads,
-        seed=options.seed,
-        half=options.half,
-    )
-    found = bench.checked(base, options.model, options.batch, options.sweep, options.goals)
-    path = usage.writable_folder(options.out) / "bench.jsonl"
-    console, made = Console(), []
-    for line in bench.left_out(found):
-        console.print(line, highlight=False, soft_wrap=True)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(found) * options.rounds)  # of all, so that the time left is, too
-        for setting in found:
-            progress.update(bar, description=setting.model)
-            made.append(record := bench.run(setting, lambda _: progress.advance(bar)))
-            records.append(path, record)
-            console.print(table(record), highlight=False, soft_wrap=True)
-    missed = options.goals and bench.judge(made, lambda text: console.print(text, highlight=False, soft_wrap=True))
-    console.print(f"Records: {path}", highlight=False, soft_wrap=True)
-    return int(missed)
+        "", options.contenders or DEFAULT_CONTENDERS, rounds=options.rounds or 50,
+        **{name: getattr(options, name) for name in shared},
+    )  # fmt: skip
+    models = options.model or (() if options.sweep else DEFAULT_MODELS)
+    found = [replace(base, model=model, batch=batch) for model in models for batch in options.batch or (None,)]
+    return found + (growth(base) if options.sweep else [])
+
+
+def growth(base: bench.Setting) -> list[bench.Setting]:
+    """Dense networks of which one size at a time varies; larger on a GPU, where small ones would time the host."""
+    large = base.device.startswith("cuda")
+    net = replace(base, model="mlp", width=4096 if large else None, batch=4096 if large else None)
+    found = [replace(net, width=width) for width in ((1024, 4096, 8192) if large else (64, 256, 1024))]
+    found += [replace(net, batch=batch) for batch in ((512, 2048, 8192) if large else (32, 128, 512, 2048))]
+    return found + [replace(net, depth=depth) for depth in (2, 8, 32)]
+
+
+def possible(setting: bench.Setting) -> None:
+    """Refuse settings that contradict each other."""
+    names = setting.taking_part()
+    if not names:
+        raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
+    if setting.channels_last and len(SUBJECTS[setting.model].shape) != 4:
+        raise usage.UsageError(f"--channels-last is for images, and {setting.model} takes none; leave one out")
+    if setting.half and setting.autocast:
+        raise usage.UsageError("--half leaves nothing to --autocast; leave one out")
+    if setting.batch == 1 and "batch-norm" in names:
+        raise usage.UsageError("--batch 1 is too small for batch-norm, which needs 2; leave one out")
+
+
+def left_out(wanted: Iterable[bench.Setting]) -> list[str]:
+    """A line for each network that cannot have batch norm, though it was asked for."""
+    models = {s.model: None for s in wanted if "batch-norm" in s.contenders and "batch-norm" not in s.taking_part()}
+    return [f"{model} cannot have batch-norm, which is left out" for model in models]
