@@ -24,14 +24,14 @@ def call(*words):
 
 
 def test_a_comparison_has_a_row_per_contender():
-    setting = bench.Setting("gpt-tiny", ("sgd", "muon", "whitened-sgd", "unit-step", "batch-norm"), rounds=2)
+    setting = bench.Setting("gpt-tiny", ("sgd", "muon", "whitened-sgd", "unitstep", "batch-norm"), rounds=2)
     seen = []
     record = bench.run(setting, seen.append, warm_up=1)
     rows = {row["contender"]: row for row in record["metrics"]}
     assert seen == [0, 1]
-    assert list(rows) == ["sgd", "muon", "whitened-sgd", "unit-step"], "there is no batch norm in a transformer"
+    assert list(rows) == ["sgd", "muon", "whitened-sgd", "unitstep"], "there is no batch norm in a transformer"
     assert rows["sgd"]["ratio"] == 1 and all(row["seconds"] > 0 for row in rows.values())
-    assert rows["sgd"]["state_per_parameter"] == 0 < rows["unit-step"]["state_per_parameter"] < 0.05
+    assert rows["sgd"]["state_per_parameter"] == 0 < rows["unitstep"]["state_per_parameter"] < 0.05
     assert {"torch", "device", "threads"} <= record["environment"].keys() and record["config"]["rounds"] == 2
 
 
@@ -45,10 +45,10 @@ def test_ratios_are_taken_round_by_round_to_the_contenders_own_base():
 
 
 def test_another_version_is_timed_in_the_same_rounds():
-    record = bench.run(bench.Setting(contenders=("sgd", "unit-step", "whitened-adamw"), against=SRC, **MLP), warm_up=1)
+    record = bench.run(bench.Setting(contenders=("sgd", "unitstep", "whitened-adamw"), against=SRC, **MLP), warm_up=1)
     rows = {row["contender"]: row for row in record["metrics"]}
-    assert list(rows)[-2:] == ["unit-step@before", "whitened-adamw@before"]
-    assert len(rows["unit-step"]["new_over_old"]) == 3 and "new_over_old" not in rows["sgd"]
+    assert list(rows)[-2:] == ["unitstep@before", "whitened-adamw@before"]
+    assert len(rows["unitstep"]["new_over_old"]) == 3 and "new_over_old" not in rows["sgd"]
     assert record["config"]["against"] and str(SRC) not in str(record)
     assert "new / old" in bench_goals.text(record)
 
@@ -63,12 +63,10 @@ def test_another_version_shares_no_module_with_the_current_one():
 
 
 def test_records_make_a_table_for_the_docs(tmp_path, capsys):
-    records.append(
-        tmp_path / "bench.jsonl", bench.run(bench.Setting(contenders=("sgd", "unit-step"), **MLP), warm_up=1)
-    )
+    records.append(tmp_path / "bench.jsonl", bench.run(bench.Setting(contenders=("sgd", "unitstep"), **MLP), warm_up=1))
     assert command.without_extras(["--table", str(tmp_path / "bench.jsonl")]) == 0
     head, line, row = capsys.readouterr().out.splitlines()
-    assert head == "| | sgd, ms | unit-step |" and line == "| --- | --- | --- |"
+    assert head == "| | sgd, ms | unitstep |" and line == "| --- | --- | --- |"
     assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
 
 
@@ -130,7 +128,7 @@ def test_suites_name_every_row_of_their_device(monkeypatch):
 
 BAD_INPUT = [
     (["--model", "resnet5"], "did you mean 'resnet50'?"),
-    (["--contenders", "unt-step"], "did you mean 'unit-step'?"),
+    (["--contenders", "unitstp"], "did you mean 'unitstep'?"),
     (["--suite", "gpo"], "did you mean 'gpu'?"),
     (["--rounds", "1"], "--rounds must be between"),
     (["--device", "nowhere"], "--device nowhere cannot be used here"),
@@ -173,10 +171,10 @@ def test_a_record_is_printed_and_kept_and_contenders_left_out_are_named(run, tmp
 
 def test_a_table_takes_records_with_one_first_contender(tmp_path, capsys):
     path = tmp_path / "bench.jsonl"
-    for name in ("sgd", "unit-step"):
+    for name in ("sgd", "unitstep"):
         records.append(path, bench.run(bench.Setting(contenders=(name,), **MLP), warm_up=1))
     assert call("--table", path) == 2
-    assert "differ (sgd, unit-step)" in capsys.readouterr().err
+    assert "differ (sgd, unitstep)" in capsys.readouterr().err
     assert call("--table", path, "--goals") == 2
     assert "none of these records is of what has a goal" in capsys.readouterr().err
 
@@ -195,41 +193,41 @@ def missed(found):
 
 
 def test_goals_are_judged_by_the_newest_record_of_a_row():
-    old, new = (measured("gpt2-small", sgd=1.0, unit_step=ratio, whitened_adamw=1.041) for ratio in (1.0, 1.0281))
-    eager, small = (measured("gpt2-small", state=0.5, sgd=1.0, unit_step=9.0) for _ in range(2))
+    old, new = (measured("gpt2-small", sgd=1.0, unitstep=ratio, whitened_adamw=1.041) for ratio in (1.0, 1.0281))
+    eager, small = (measured("gpt2-small", state=0.5, sgd=1.0, unitstep=9.0) for _ in range(2))
     eager["config"]["compiled"], small["config"]["batch"] = False, 2
     assert missed([old, eager, new, small]) == [
-        ("gpt2-small, eager, bf16", "unit-step", "ratio"),
-        ("gpt2-small, eager, bf16", "unit-step", "state_per_parameter"),
-        ("gpt2-small, compiled, bf16", "unit-step", "ratio"),
+        ("gpt2-small, eager, bf16", "unitstep", "ratio"),
+        ("gpt2-small, eager, bf16", "unitstep", "state_per_parameter"),
+        ("gpt2-small, compiled, bf16", "unitstep", "ratio"),
         ("gpt2-small, compiled, bf16", "whitened-adamw", "ratio"),
     ]
     lines = bench_goals.goals_table(bench_goals.verdicts([old, eager, new, small])).splitlines()
-    assert "| gpt2-small, compiled, bf16 | unit-step | 1.018 | 1.028 | **1.028** |" in lines
-    assert "| vit-b16, compiled, bf16 | unit-step | 1.015 | 1.025 | – |" in lines
+    assert "| gpt2-small, compiled, bf16 | unitstep | 1.018 | 1.028 | **1.028** |" in lines
+    assert "| vit-b16, compiled, bf16 | unitstep | 1.015 | 1.025 | – |" in lines
     assert len({line.count("|") for line in lines}) == 1
 
 
 def test_a_version_that_is_one_percent_slower_fails():
-    times = {"sgd": 1.0, "unit_step": 1.0, "batch_norm": 1.2}
+    times = {"sgd": 1.0, "unitstep": 1.0, "batch_norm": 1.2}
     fast, slow = (measured("paper-cnn", "cpu", versions=[0.9, ratio, 1.1], **times) for ratio in (1.009, 1.011))
-    assert missed([fast]) == [] and ("paper-cnn, eager", "unit-step", "new_over_old") in missed([slow])
+    assert missed([fast]) == [] and ("paper-cnn, eager", "unitstep", "new_over_old") in missed([slow])
 
 
 def test_a_goal_is_missed_that_batch_norm_meets_more_cheaply():
-    record = measured("paper-cnn", "cpu", sgd=1.0, unit_step=1.13, whitened_sgd=1.2, batch_norm=1.15)
+    record = measured("paper-cnn", "cpu", sgd=1.0, unitstep=1.13, whitened_sgd=1.2, batch_norm=1.15)
     assert missed([record]) == [("paper-cnn, eager", "whitened-sgd", "ratio")]
 
 
 def test_records_of_version_0_1_are_read(tmp_path, capsys):
     records.append(tmp_path / "old.jsonl", measured("paper-cnn", "cpu", sgd=1.0, evenstep=1.5, batch_norm=1.2))
     assert call("--table", tmp_path / "old.jsonl", "--goals") == 1
-    assert "| paper-cnn, eager | unit-step | 1.120 | 1.200 | **1.500** |" in capsys.readouterr().out
+    assert "| paper-cnn, eager | unitstep | 1.120 | 1.200 | **1.500** |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("limit", "code"), [(1e9, 0), (0.0, 1)])
 def test_goals_are_timed_and_judged_by_the_exit_code(limit, code, monkeypatch, tmp_path, capsys):
-    goal = bench_goals.Goal("unit-step", 1.0, limit)
+    goal = bench_goals.Goal("unitstep", 1.0, limit)
     monkeypatch.setitem(bench_goals.SUITES, "cpu", (bench_goals.Row({"model": "gpt-tiny"}, (goal,)),))
     assert call("--goals", "--rounds", "2", "--records", tmp_path / "bench.jsonl") == code
     assert capsys.readouterr().out.count("**") == 2 * code

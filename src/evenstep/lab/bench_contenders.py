@@ -95,7 +95,7 @@ CONTENDERS = {
     "adamw-fused": Contender(lambda _, m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True)),
     "muon": Contender(lambda _, m: MuonAndAdamW(m)),
     "whitened-sgd": Contender(lambda package, m: package.WhitenedSGD(m, lr=LR, momentum=MOMENTUM), ours=True),
-    "unit-step": Contender(unit_step, ours=True),
+    "unitstep": Contender(unit_step, ours=True),
     "whitened-adamw": Contender(
         lambda package, m: package.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True), "adamw-fused", ours=True
     ),

@@ -33,15 +33,15 @@ class Row(NamedTuple):
 
 def _unit(best: float) -> Goal:
     """UnitStep may take as long as it did, and 1 % of SGD's step more."""
-    return Goal("unit-step", best, best + 0.01)
+    return Goal("unitstep", best, best + 0.01)
 
 
 ADAMW = Goal("whitened-adamw", 1.02, 1.04)
-STATE = Goal("unit-step", 0.01, 0.02, "state_per_parameter")
+STATE = Goal("unitstep", 0.01, 0.02, "state_per_parameter")
 VERSIONS = Goal("", 1.0, 1.01, "new_over_old")  # for every contender that is timed in two versions
 CONTENDERS = {
-    "gpu": ("sgd", "unit-step", "whitened-sgd", "adamw-fused", "whitened-adamw"),
-    "cpu": ("sgd", "unit-step", "whitened-sgd", "batch-norm"),
+    "gpu": ("sgd", "unitstep", "whitened-sgd", "adamw-fused", "whitened-adamw"),
+    "cpu": ("sgd", "unitstep", "whitened-sgd", "batch-norm"),
 }
 ON = {"gpu": {"device": "cuda", "autocast": True, "rounds": 12}, "cpu": {"device": "cpu", "threads": 1, "rounds": 200}}
 SUITES = {
@@ -54,8 +54,8 @@ SUITES = {
         Row({"model": "vit-b16"}),
     ),
     "cpu": (
-        Row({"model": "paper-cnn"}, tuple(Goal(name, 1.12, None) for name in ("unit-step", "whitened-sgd"))),
-        Row({"model": "paper-cnn-4"}, tuple(Goal(name, 1.03, 1.05) for name in ("unit-step", "whitened-sgd"))),
+        Row({"model": "paper-cnn"}, tuple(Goal(name, 1.12, None) for name in ("unitstep", "whitened-sgd"))),
+        Row({"model": "paper-cnn-4"}, tuple(Goal(name, 1.03, 1.05) for name in ("unitstep", "whitened-sgd"))),
     ),
 }
 USUAL = {**dict.fromkeys(("compiled", "autocast", "channels_last", "half"), False),

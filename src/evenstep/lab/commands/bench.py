@@ -12,7 +12,7 @@ from ..bench_contenders import CONTENDERS, checked, library
 from ..bench_models import SUBJECTS
 
 DEFAULT_MODELS = ("paper-cnn", "paper-cnn-4")
-DEFAULT_CONTENDERS = ("sgd", "batch-norm", "whitened-sgd", "unit-step")
+DEFAULT_CONTENDERS = ("sgd", "batch-norm", "whitened-sgd", "unitstep")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
     """Networks: paper-cnn and paper-cnn-4 (the default), alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small,
     gpt-tiny, mlp."""
     contenders: tuple[str, ...] = ()
-    """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unit-step (these are the default), whitened-adamw,
+    """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unitstep (these are the default), whitened-adamw,
     adamw-fused, muon; where they are installed, shampoo, soap, kfac, singd. whitened-adamw is divided by adamw-fused
     where that takes part, the others by sgd, or else by the first."""
     device: str = "cpu"
@@ -117,7 +117,7 @@ def recorded(path: Path) -> list[records.Record]:
     if not found:
         raise usage.UsageError(f"--table {path}: no record of bench there; give a file that --records wrote")
     for row in (row for record in found for row in record["metrics"] if row["contender"] == "evenstep"):
-        row["contender"] = "unit-step"  # UnitStep was called EvenStep in version 0.1
+        row["contender"] = "unitstep"  # UnitStep was called EvenStep in version 0.1
     return found
 
 
