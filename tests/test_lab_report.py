@@ -12,8 +12,8 @@ import pytest
 
 from evenstep.lab import (
     comparison,
-    figures,
     labels,
+    plots,
     reading,
     records,
     report,
@@ -202,7 +202,7 @@ def test_a_report_is_made_over_any_values(odd, tmp_path):
 
 def test_figures_say_what_they_leave_out():
     found = comparison.compare([record("sg", 1e300, [1.0]), record("sg", 1.0, [1e-200]), record("sg", 0.5, [1.1])])
-    drawn = [draw(found).axes[0].get_xlabel() for draw in (figures.curves, figures.sensitivity)]
+    drawn = [draw(found).axes[0].get_xlabel() for draw in (plots.curves, plots.sensitivity)]
     assert drawn[0] == "epoch; not drawn: 1 outside 1e-100 to 1e+100" and "not drawn: 2 outside" in drawn[1]
 
 
