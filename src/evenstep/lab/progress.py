@@ -1,4 +1,4 @@
-"""Progress of many runs: a bar with the time left, and a line for each run that is finished."""
+"""Progress of many runs: a bar with the time left, and a line for each finished run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from .records import Record, dumps
 from .train import Epoch
 from .trial import Trial
 
-REMEMBERED = 3600.0  # seconds of progress that the time left is estimated from: one run may take minutes
+HISTORY = 3600.0  # seconds of progress from which the time left is estimated: one run may take minutes
 
 
 class Bar:
@@ -27,60 +27,60 @@ class Bar:
         self._task = progress.add_task("", total=total, completed=done)
 
     def say(self, what: str) -> None:
-        """What is under way."""
+        """Set the description of the current work."""
         self._progress.update(self._task, description=what)
 
     def advance(self, line: str | None = None, by: int = 1) -> None:
-        """So many more are finished; `line` is kept above the bar."""
+        """Count `by` more pieces as finished, and print `line` above the bar."""
         self._progress.update(self._task, advance=by)
         if line is not None:
             self._progress.console.print(Text(line), soft_wrap=True)
 
     def at(self, done: int, total: int) -> None:
-        """So many of so many are finished."""
+        """Set the number of finished pieces and of all."""
         self._progress.update(self._task, completed=done, total=total)
 
 
 class Runs:
-    """Moves a bar of epochs as trials go on, and names each run that is finished."""
+    """Moves a bar of epochs as trials proceed, and prints each finished run."""
 
     def __init__(self, bar: Bar, total: int, done: int) -> None:
         self._bar, self._total, self._done = bar, total, done
         self._left: dict[str, int] = {}  # epochs to come, by configuration
-        self._waits = False
-        self._say()
+        self._waiting = False
+        self._describe()
 
-    def _say(self, waiting: str = ", ") -> None:
+    def _describe(self, waiting: str = ", ") -> None:
         self._bar.say(f"{self._done} of {self._total} runs{waiting}epochs")
 
     def waits(self, what: str) -> None:
-        """What is waited for, nothing if it is over; the first words of it are kept above the bar."""
-        if what and not self._waits:
+        """Show what is waited for, nothing if the wait is over; the beginning of a wait is printed above the bar."""
+        if what and not self._waiting:
             self._bar.advance(f"Waiting: {what}.", by=0)
-        self._waits = bool(what)
-        self._say(f"; {what}; " if what else ", ")
+        self._waiting = bool(what)
+        self._describe(f"; {what}; " if what else ", ")
 
     def epoch(self, trial: Trial, row: Epoch) -> None:
-        """One epoch of a trial is finished."""
+        """Count one finished epoch of a trial."""
         self._left[_name(asdict(trial))] = trial.epochs - row["epoch"]
         self._bar.advance()
 
     def finished(self, record: Record) -> None:
-        """A run is finished; epochs that it never began, as it diverged, are not left to do."""
+        """Count a finished run, with the epochs that it never began because it diverged."""
         self._done += 1
         left = self._left.pop(_name(record["config"]), record["config"]["epochs"])
         self._bar.advance(finished(record), left)
-        self._say()
+        self._describe()
 
 
 def _name(config: dict[str, Any]) -> str:
-    """A trial's configuration as text, whatever its data."""
+    """A trial's configuration, without its data, as text."""
     return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
 
 
 @contextmanager
 def bar(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
-    """A bar of `total` pieces of work, `done` of which were finished before."""
+    """A bar of `total` pieces of work, `done` of which are finished."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -90,7 +90,7 @@ def bar(console: Console, total: int, done: int = 0) -> Iterator[Bar]:
         TextColumn("left"),
         TimeLeft(),
     )
-    with Progress(*columns, console=console, speed_estimate_period=REMEMBERED) as progress:
+    with Progress(*columns, console=console, speed_estimate_period=HISTORY) as progress:
         yield Bar(progress, total, done)
 
 
