@@ -1,7 +1,6 @@
 """The benchmark times every contender, also of another version, records ratios, and refuses unknown names."""
 
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -70,26 +69,6 @@ def test_records_make_a_table_for_the_docs(tmp_path, capsys):
     assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
 
 
-def test_other_libraries_are_timed_where_they_can_be_imported(monkeypatch):
-    calls = []
-
-    class KFACPreconditioner:
-        def __init__(self, model):
-            calls.append(type(model).__name__)
-
-        def step(self):
-            calls.append("step")
-
-    with pytest.raises(usage.UsageError, match="needs kfac-pytorch"):
-        command.settings(command.Options(contenders=("kfac",)))
-    found = types.SimpleNamespace(KFACPreconditioner=KFACPreconditioner)
-    monkeypatch.setitem(sys.modules, "kfac", types.SimpleNamespace(preconditioner=found))
-    monkeypatch.setitem(sys.modules, "kfac.preconditioner", found)
-    record = bench.run(bench.Setting(contenders=("sgd", "kfac"), **MLP), warm_up=1)
-    assert calls == ["Sequential", "step", "step", "step"] and "kfac" in bench_goals.text(record)
-    assert record["metrics"][1]["state_per_parameter"] is None
-
-
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["paper-cnn", "mlp", "gpt-tiny"])
 def test_small_networks_train(name, half):
@@ -138,7 +117,6 @@ BAD_INPUT = [
     (["--seed", "99999999999999999999999"], "--seed must be between 0"),
     (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
     (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
-    (["--model", "mlp", "--contenders", "sgd", "kfac"], "needs kfac-pytorch"),
     (["--model", "mlp", "--half", "--autocast"], "--half leaves nothing to --autocast"),
     (["--goals", "--half", "--batch", "3"], "a suite has its own settings; leave out --batch, --half"),
     (["--suite", "cpu", "--model", "alexnet"], "suite cpu has no row with --model alexnet"),

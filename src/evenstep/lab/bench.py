@@ -107,10 +107,8 @@ class Training:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def state_floats(self) -> float | None:
-        """Floats of optimizer state per parameter beyond momentum; None if the state cannot be read."""
-        if not self.contender.stateful:
-            return None
+    def state_floats(self) -> float:
+        """Floats of optimizer state per parameter beyond momentum."""
         states = [s for part in getattr(self.optimizer, "parts", [self.optimizer]) for s in part.state.values()]
         kept = [[value for key, value in state.items() if key != "momentum_buffer"] for state in states]
         floats = sum(value.numel() for value in tree_leaves(kept) if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""The optimizers whose steps are timed: ours, torch's and, where they are installed, those of other libraries."""
+"""The optimizers whose steps are timed: ours, in one or two versions, and torch's."""
 
 import atexit
 import hashlib
@@ -25,13 +25,14 @@ RULE_LR = 1e-15  # for guarded rules: squares of smaller steps are denormal, whi
 
 
 class Contender(NamedTuple):
-    """`build(package, model)` makes the optimizer; its time is divided by that of the contender `base`."""
+    """`build(package, model)` makes the optimizer; its time is divided by that of the contender `base`.
+
+    Optimizers of `ours` come from the package, so that two versions of it can be compared.
+    """
 
     build: Callable[[Any, nn.Module], Optimizer]
     base: str = "sgd"
-    ours: bool = False  # built from the package, so that two versions of it can be compared
-    needs: str = ""  # module of the library that has it
-    stateful: bool = True  # keeps its tensors in `optimizer.state`
+    ours: bool = False
 
 
 class MuonAndAdamW(Optimizer):
@@ -49,35 +50,6 @@ class MuonAndAdamW(Optimizer):
             part.step()
 
 
-class KFAC(torch.optim.SGD):
-    """SGD behind kfac-pytorch's preconditioner, in the order its documentation shows."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=LR, momentum=MOMENTUM)
-        self.preconditioner = library("kfac.preconditioner").KFACPreconditioner(model)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Precondition, then step."""
-        self.preconditioner.step()
-        super().step()
-
-
-LIBRARIES = {
-    "pytorch_optimizer": "the package pytorch_optimizer",
-    "kfac": "kfac-pytorch (from its repository; the package kfac is another)",
-    "singd": "the package singd",
-}
-
-
-def library(module: str) -> Any:
-    """Another library's module; a UsageError if it cannot be imported."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = LIBRARIES[module.partition(".")[0]]
-        raise usage.UsageError(f"this contender needs {package}, which cannot be imported ({error})") from error
-
-
 def sgd(_: Any, model: nn.Module) -> Optimizer:
     """torch's SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -92,22 +64,14 @@ def unit_step(package: Any, model: nn.Module) -> Optimizer:
 CONTENDERS = {
     "sgd": Contender(sgd),
     "batch-norm": Contender(sgd),  # on the network with batch norm
-    "adamw-fused": Contender(lambda _, m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True)),
-    "muon": Contender(lambda _, m: MuonAndAdamW(m)),
-    "whitened-sgd": Contender(lambda package, m: package.WhitenedSGD(m, lr=LR, momentum=MOMENTUM), ours=True),
+    "adamw-fused": Contender(lambda _, model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
+    "muon": Contender(lambda _, model: MuonAndAdamW(model)),
+    "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
     "unitstep": Contender(unit_step, ours=True),
     "whitened-adamw": Contender(
-        lambda package, m: package.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True), "adamw-fused", ours=True
-    ),
-    "shampoo": Contender(
-        lambda _, m: library("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR), needs="pytorch_optimizer"
-    ),
-    "soap": Contender(lambda _, m: library("pytorch_optimizer").SOAP(m.parameters(), lr=LR), needs="pytorch_optimizer"),
-    "kfac": Contender(lambda _, m: KFAC(m), needs="kfac.preconditioner", stateful=False),
-    "singd": Contender(
-        lambda _, m: library("singd.optim.optimizer").SINGD(m, lr=LR, momentum=MOMENTUM),
-        needs="singd.optim.optimizer",
-        stateful=False,
+        lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
+        base="adamw-fused",
+        ours=True,
     ),
 }
 
@@ -122,7 +86,7 @@ def load(folder: Path) -> ModuleType:
         return sys.modules[BEFORE]
     copy = Path(tempfile.mkdtemp(prefix="evenstep-before-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    shutil.copytree(checked(folder), copy / BEFORE, ignore=shutil.ignore_patterns("lab", "__pycache__"))
+    shutil.copytree(package_in(folder), copy / BEFORE, ignore=shutil.ignore_patterns("lab", "__pycache__"))
     for path in (copy / BEFORE).rglob("*.py"):
         path.write_text(re.sub(r"\bevenstep\b", BEFORE, path.read_text(encoding="utf-8")), encoding="utf-8")
     sys.path.insert(0, str(copy))
@@ -132,7 +96,7 @@ def load(folder: Path) -> ModuleType:
         sys.path.remove(str(copy))
 
 
-def checked(folder: Path) -> Path:
+def package_in(folder: Path) -> Path:
     """The package inside `folder`; a UsageError if there is none."""
     if not (folder / "evenstep" / "__init__.py").is_file():
         raise usage.UsageError(
@@ -144,7 +108,7 @@ def checked(folder: Path) -> Path:
 
 def identity(folder: Path) -> str:
     """Commit of the package in `folder`, or else a digest of its files; EVENSTEP_AGAINST_COMMIT can name it."""
-    root = checked(folder)
+    root = package_in(folder)
     if commit := records.commit(folder.resolve().parent, "EVENSTEP_AGAINST_COMMIT"):
         return commit
     digest = hashlib.sha256()

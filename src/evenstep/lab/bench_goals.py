@@ -132,10 +132,10 @@ def text(record: Record) -> str:
     """A record for the terminal: a line per contender."""
     lines = [f"{title(record['config'])}, {record['environment']['device']}"]
     for row in record["metrics"]:
-        state, memory, versions = row["state_per_parameter"], row["step_memory"], row.get("new_over_old")
+        memory, versions = row["step_memory"], row.get("new_over_old")
         lines.append(
             f"  {row['contender']:21} {1e3 * row['seconds']:9.3f} ms  ratio to {row['base']} {_ratio(row)}"
-            + ("" if state is None else f"  state {state:.4f}/parameter")
+            f"  state {row['state_per_parameter']:.4f}/parameter"
             + (f"  step memory {memory / 2**20:.0f} MiB" if memory else "")
             + (f"  new / old {_spread(*versions)}" if versions else "")
         )

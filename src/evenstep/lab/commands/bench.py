@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .. import bench, bench_goals, records, usage
-from ..bench_contenders import CONTENDERS, checked, library
+from ..bench_contenders import CONTENDERS, package_in
 from ..bench_models import SUBJECTS
 
 DEFAULT_MODELS = ("paper-cnn", "paper-cnn-4")
@@ -31,8 +31,8 @@ class Options:
     gpt-tiny, mlp."""
     contenders: tuple[str, ...] = ()
     """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unitstep (these are the default), whitened-adamw,
-    adamw-fused, muon; where they are installed, shampoo, soap, kfac, singd. whitened-adamw is divided by adamw-fused
-    where that takes part, the others by sgd, or else by the first."""
+    adamw-fused, muon. whitened-adamw is divided by adamw-fused where that takes part, the others by sgd, or else by the
+    first."""
     device: str = "cpu"
     """Where to train: cpu, cuda, ..."""
     batch: tuple[int, ...] = ()
@@ -135,8 +135,7 @@ def settings(options: Options) -> list[bench.Setting]:
     for name in options.model:
         usage.known_name(name, SUBJECTS, "network")
     for name in options.contenders:
-        if needs := CONTENDERS[usage.known_name(name, CONTENDERS, "contender")].needs:
-            library(needs)
+        usage.known_name(name, CONTENDERS, "contender")
     for size in options.batch:
         usage.in_range(size, 1, 1_000_000, "--batch")
     if options.rounds is not None:
@@ -144,7 +143,7 @@ def settings(options: Options) -> list[bench.Setting]:
     usage.in_range(options.threads, 0, 1024, "--threads")
     usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
     if options.against is not None:
-        checked(options.against)
+        package_in(options.against)
     found = of_suite(options) if options.suite or options.goals else of_options(options)
     for setting in found:
         possible(setting)
