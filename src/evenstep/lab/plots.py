@@ -137,49 +137,18 @@ def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 
 def _draw_panel(axes: "Axes", found: list[Series], l0: float | None) -> None:
-    """A line per run, with its stepsize at its right end."""
-    ends: list[tuple[float, float, str, dict[str, Any]]] = []
+    """A line per run; the legend names each method's best stepsize."""
     for s in found:
         best = best_stepsize(s.runs, l0)
-        colour = drawing.COLOURS[PREFERRED[s.method]]
         dashes = "solid" if s.method in ("fan-in", "whitening") else (0, (4, 1.5))
         for run in s.all_runs:
             thick = run["config"]["lr"] == best and not diverged(run, l0)
-            points = [(row["epoch"], row["train_loss"]) for row in run["metrics"] if row["train_loss"]]
             style: dict[str, Any] = {"linewidth": 2.4} if thick else {"linewidth": 0.9, "alpha": 0.55}
-            epochs, losses = [epoch for epoch, _ in points], [loss for _, loss in points]
-            axes.plot(epochs, losses, color=colour, linestyle=dashes, zorder=2 + thick, **style)
-            if points and not run["metrics"][-1]["diverged"]:
-                text = f"{method_label(s.method)}, {best:g}" if thick else f"{run['config']['lr']:g}"
-                font = {"fontsize": 9.5, "fontweight": "bold"} if thick else {"fontsize": 7.5}
-                ends.append((losses[-1], epochs[-1], text, {"color": colour, **font}))
-    _label_ends(axes, sorted(ends, key=lambda one: one[0]))
-
-
-def _label_ends(axes: "Axes", ends: list[tuple[float, float, str, dict[str, Any]]]) -> None:
-    """Write each label beside the end of its line, moved up or down just enough to keep labels apart."""
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    wanted = [(min(max(math.log(loss), low), high) - low) / (high - low) for loss, *_ in ends]
-    for height, (_, epoch, text, style) in zip(_spread(wanted, gap=0.04), ends, strict=True):
-        at = (epoch, math.exp(low + height * (high - low)))
-        where: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(text, xy=at, annotation_clip=False, **where, **style)
-
-
-def _spread(wanted: list[float], gap: float) -> list[float]:
-    """Ascending positions at least `gap` apart, near the ascending ones wanted: crowded ones share their mean.
-
-    >>> [round(x, 2) for x in _spread([0.1, 0.5, 0.5], gap=0.1)]
-    [0.1, 0.45, 0.55]
-    """
-    clusters: list[tuple[float, int]] = []  # position of the first member, number of members
-    for position in wanted:
-        clusters.append((position, 1))
-        while len(clusters) > 1 and clusters[-2][0] + clusters[-2][1] * gap > clusters[-1][0]:
-            (first, count), (second, more) = clusters[-2:]
-            mean = (first * count + (second - count * gap) * more) / (count + more)
-            clusters[-2:] = [(mean, count + more)]
-    return [start + k * gap for start, count in clusters for k in range(count)]
+            style |= {"color": drawing.COLOURS[PREFERRED[s.method]], "linestyle": dashes, "zorder": 2 + thick}
+            rows = [row for row in run["metrics"] if row["train_loss"]]
+            label = f"{method_label(s.method)}, {best:g}" if thick else None
+            axes.plot([row["epoch"] for row in rows], [row["train_loss"] for row in rows], label=label, **style)
+    drawing.legend(axes)
 
 
 def _caption(records: list[Record]) -> str:
@@ -189,5 +158,5 @@ def _caption(records: list[Record]) -> str:
     config = records[0]["config"]
     return (
         f"{model_label(config['model'])} on {config['data']}, batch {config['batch_size']}, "
-        f"seed {config['seed']}; thick: best stepsize, thin: the others (numbers: stepsizes)"
+        f"seed {config['seed']}; thick: each method at its best stepsize, thin: the others"
     )
