@@ -38,7 +38,7 @@ def _unit(best: float) -> Goal:
 
 ADAMW = Goal("whitened-adamw", 1.02, 1.04)
 STATE = Goal("unitstep", 0.01, 0.02, "state_per_parameter")
-VERSIONS = Goal("", 1.0, 1.01, "new_over_old")  # for every contender that is timed in two versions
+VERSIONS = Goal("", 1.0, 1.01, "new_over_old")  # for every contender of the suite gpu that is timed in two versions
 CONTENDERS = {
     "gpu": ("sgd", "unitstep", "whitened-sgd", "adamw-fused", "whitened-adamw"),
     "cpu": ("sgd", "unitstep", "whitened-sgd", "batch-norm"),
@@ -111,7 +111,7 @@ def _judged(row: Row, suite: str, record: Record | None) -> Iterator[Verdict]:
         limit = norm if goal.limit is None else goal.limit
         yield Verdict(what, goal.contender, goal, limit, measured.get(goal.contender, {}).get(goal.column))
     for name, mine in measured.items():
-        if VERSIONS.column in mine:
+        if suite == "gpu" and VERSIONS.column in mine:
             yield Verdict(what, name, VERSIONS, VERSIONS.limit, mine[VERSIONS.column][1])
 
 
