@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...math import stepsize
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, joined, judged, silent, stored
+from .common import NOT_RUN, Claim, Options, Progress, Verdict, silent, stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ def direction(records: list[Record]) -> Verdict:
     """Where SG and Newton's method point at first, and where the latter lands."""
     found = {r["config"]["name"]: r for r in records}
     if not METHODS.keys() <= found.keys():
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     sg, newton = angle(found["SG"]), angle(found["Newton, γ (eq. 8)"])
     landed = found["Newton, γ (eq. 8)"]["metrics"][1]
     held = 0 < sg < newton and abs(landed["w1"] - 2.9) < 0.05 and abs(landed["w2"]) < 0.05
@@ -117,7 +117,7 @@ def lessons(records: list[Record]) -> Verdict:
     """How long each method takes."""
     found = {r["config"]["name"]: arrival(r) for r in records}
     if not METHODS.keys() <= found.keys():
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     counts = {name: math.inf if number is None else number for name, number in found.items()}
     held = max(counts["one radius (eq. 9)"], counts["a radius per block (eq. 10)"]) < counts["Newton, γ (eq. 8)"] / 2
     told = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
@@ -125,7 +125,7 @@ def lessons(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     rows = [[r["config"]["name"], str(arrival(r) or f"> {STEPS}"), f"{r['metrics'][-1]['value']:.4f}"] for r in records]
     return [["method", f"steps to within {NEAR}", f"F after {STEPS} steps (least: {math.log(2):.4f})"], *rows]
 
@@ -144,12 +144,6 @@ CLAIMS = (
         lessons,
     ),
 )
-CLAIM = joined(CLAIMS)
-
-
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
 
 
 def plot(records: list[Record]) -> "Figure":

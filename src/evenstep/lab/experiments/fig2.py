@@ -9,9 +9,10 @@ import torch
 
 from ..records import Record
 from ..summary import final_loss
-from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent
+from .common import NOT_RUN, Claim, Options, Progress, Verdict, below, images, only, silent
 from .tuning import (
     Contender,
+    Entrant,
     Plan,
     at_best,
     best_rate,
@@ -35,8 +36,8 @@ WHITENING = Contender("whitening (the paper's)", "whitening", doubled(0.025), UN
 CANONICAL = Contender("canonical (the paper's)", "canonical", doubled(1.25e-05), UNGUARDED)
 GUARDED = Contender("whitening, guarded", "whitening", doubled(0.2))
 GUARDED_CANONICAL = Contender("canonical, guarded", "canonical", doubled(0.000125))
-EVENSTEP = Contender("UnitStep", "evenstep", doubled(0.003125))
-PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, EVENSTEP)
+UNITSTEP = Contender("UnitStep", "unitstep", doubled(0.003125))
+PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, UNITSTEP)
 CONTENDERS = (*PAPERS, *OURS)
 FULL: dict[str, Any] = {"epochs": 40, "batch_size": 64}
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 64}
@@ -54,7 +55,8 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     only(out, [arrays])
     plan = Plan(seeds=1, growth=0, thin=2) if options.quick else Plan()
     settings = QUICK if options.quick else FULL
-    return tuned(CONTENDERS, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+    entrants = [Entrant(contender, settings) for contender in CONTENDERS]
+    return tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
 
 def told(records: list[Record], contender: Contender) -> str:
@@ -107,7 +109,7 @@ def canonical(records: list[Record]) -> Verdict:
     mine = CANONICAL.mine(records)
     rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.mine(records)]
     if not mine or not rivals:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     better = min(rivals, key=lambda runs: min(losses(runs)))
     rival = losses(better)
     fast, best, failure = (
@@ -130,7 +132,7 @@ def canonical(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     return rates_table(records, CONTENDERS)
 
 
@@ -144,18 +146,12 @@ CLAIMS = (
         canonical,
     ),
 )
-CLAIM = joined(CLAIMS)
-
-
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
 
 
 def plot(records: list[Record]) -> "Figure":
     """The paper's two panels, ours beside them, and what each stepsize gives."""
     from .. import drawing
-    from .contenders import curves, sensitivity
+    from .panels import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for panel, contenders, shift, title in zip(

@@ -6,7 +6,6 @@ has the device to itself, so that its seconds mean something.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -14,20 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import evenstep
 
-from .. import feed
-from ..captured import WARM_UP, Steps, own_stream
+from .. import trial
 from ..data import Arrays
 from ..evaluate import evaluate
-from ..methods import METHODS
-from ..models import MODELS
+from ..parallel_trials import WARM_UP, side_stream
 from ..records import Record
+from ..train import Training
 from ..trial import Trial
-from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
+from .common import Claim, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 from .fig2 import UNGUARDED
 from .tuning import guessing
 
@@ -39,7 +35,7 @@ BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
 AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     "then whitening (the paper's)": ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
     "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
-    "then UnitStep": ("evenstep", {}, (0.025, 0.05)),
+    "then UnitStep": ("unitstep", {}, (0.025, 0.05)),
 }
 CLOSE = 1.05  # of the loss: what counts as similar per epoch
 SETTING = (
@@ -51,58 +47,39 @@ SETTING = (
 )
 
 
-class Runner:
-    """A trial under way on the device that holds `arrays`, from `model` if one is given; its stepsize is constant."""
-
-    def __init__(self, trial: Trial, arrays: Arrays, model: nn.Module | None = None) -> None:
-        method, device = METHODS[trial.method], arrays.train_x.device
-        torch.manual_seed(trial.seed)
-        if model is None:
-            model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
-        self.model = model.to(device).train()
-        graph_options = method.graph_options if device.type == "cuda" else {}
-        self.optimizer = method.optimizer(self.model, lr=trial.lr, **graph_options, **trial.options)
-        self.step = Steps(self.compute)
-
-    def compute(self, x: Tensor, y: Tensor) -> None:
-        """One training step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(self.model(x), y).backward()
-        self.optimizer.step()
-
-
 def train(first: Trial, then: Trial | None, arrays: Arrays, swept: Arrays) -> list[dict[str, Any]]:
     """A row per epoch: `first` for one epoch, then `then` on the folded network; or `first` throughout.
 
-    `swept` has for its test set the images to be swept after each epoch.
+    The test set of `swept` are the images to be swept after each epoch.
     """
-    runner, rows = Runner(first, arrays), list[dict[str, Any]]()
-    generator = torch.Generator().manual_seed(first.seed)
+    device, rows = arrays.train_x.device, list[dict[str, Any]]()
+    training = trial.start(first, arrays, device, capture=True)
     for number in range(first.epochs):
         if number == 1 and then is not None:
-            runner = Runner(then, arrays, evenstep.fold_batchnorm(runner.model))
-        seconds = epoch_seconds(runner, first, arrays, generator)
-        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": evaluate(runner.model, swept)["test_loss"]})
-        rows[-1] |= evaluate(runner.model, arrays)
+            order, folded = training.order, evenstep.fold_batchnorm(training.model)
+            training = trial.start(then, arrays, device, capture=True, model=folded)
+            training.order = order
+        seconds = epoch_seconds(training, len(arrays.train_y))
+        swept_loss = evaluate(training.model, swept)["test_loss"]
+        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": swept_loss})
+        rows[-1] |= evaluate(training.model, arrays)
     return rows
 
 
-def epoch_seconds(runner: Runner, trial: Trial, arrays: Arrays, generator: torch.Generator) -> float:
-    """Train one epoch of whole batches; its seconds, the first steps (a GPU captures there) counted like the others."""
-    device, steps = arrays.train_x.device, len(arrays.train_y) // trial.batch_size
-    settled, start = min(WARM_UP + 2, steps - 1), 0.0
-    batches = feed.epoch(arrays, trial.batch_size, generator, device, trial.augment)
-    for k, (x, y) in enumerate(islice(batches, steps)):
+def epoch_seconds(training: Training, examples: int) -> float:
+    """Train one epoch of whole batches; its seconds as if the first steps, where a GPU captures, were usual ones."""
+    steps = examples // training.batch_size
+    settled, start = min(WARM_UP + 2, steps - 1), time.perf_counter()
+    for k, _ in enumerate(islice(training.epoch(), steps), start=1):
         if k == settled:
-            wait(device)
+            wait(training.device)
             start = time.perf_counter()
-        runner.step(x, y)
-    wait(device)
+    wait(training.device)
     return (time.perf_counter() - start) * steps / (steps - settled)
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU is done."""
+    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -121,8 +98,8 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
         progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
         config: dict[str, Any] = {"experiment": "fig3", "name": name, "first": asdict(first)}
         config["then"] = None if then is None else asdict(then)
-        make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
-        with failures_expected(), own_stream(device):
+        with failures_expected(), side_stream(device):
+            make = partial(train, first, then, arrays, swept)
             found.append(stored(out, config, options.seed, make, device, arrays))
 
     for lr in rates:
@@ -183,7 +160,7 @@ def per_second(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     rows = [["", "stepsize", "training loss (full sweep)", "test accuracy", "dead units", "seconds per epoch"]]
     for name in dict.fromkeys(r["config"]["name"] for r in records):
         run = best(records, name)
@@ -204,12 +181,6 @@ CLAIMS = (
     ),
     Claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.", per_second),
 )
-CLAIM = joined(CLAIMS)
-
-
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
 
 
 def plot(records: list[Record]) -> "Figure":

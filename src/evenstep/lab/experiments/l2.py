@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..records import Record, dumps
-from .common import Claim, Options, Progress, Verdict, borrow, images, joined, judged, only, silent, spread
+from .common import NOT_RUN, Claim, Options, Progress, Verdict, borrow, images, only, silent, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING
-from .tuning import Contender, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
+from .tuning import Contender, Entrant, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,13 +46,14 @@ def error_rate(record: Record) -> float:
 def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
     """Records of batch norm and whitening, then of whitening with L2 over a grid of λ and stepsize.
 
-    Where the best λ is at an end of its grid the one beyond is run with the further seeds, as `all_tuned` does.
+    If the best λ is at an end of its grid, the one beyond it is run with the further seeds, as in `tuned`.
     """
     arrays, plan = images(options, device), Plan(seeds=2, growth=0, thin=1) if options.quick else Plan()
     plain, settings = (BATCH_NORM, WHITENING, GUARDED), QUICK if options.quick else FULL
     only(out, [arrays])
     borrow(out, "fig2", lambda records: [r for c in plain for r in c.mine(records)], arrays)
-    found = tuned(plain, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+    entrants = [Entrant(contender, settings) for contender in plain]
+    found = tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
     def stage(entrants: list[tuple[Contender, float]], seeds: Iterable[int]) -> list[Record]:
         trials = [c.trial(lr, seed=seed, **settings) for c, lr in entrants for seed in seeds]
@@ -124,7 +125,7 @@ def recovered(records: list[Record]) -> Verdict:
     """Test accuracy with L2 against batch norm's."""
     theirs, ours = accuracies(at_best(records, BATCH_NORM)), accuracies(chosen(records))
     if not (theirs and ours):
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     held = statistics.fmean(ours) >= statistics.fmean(theirs) - CLOSE
     both = "; ".join(told(records, contender) for contender in PENALIZED if contender.mine(records))
     return Verdict(held, f"Test accuracy: batch norm {spread(theirs)}; {both}.")
@@ -142,7 +143,7 @@ def rates(records: list[Record]) -> Verdict:
     """Epochs to the same test accuracy."""
     theirs, ours = at_best(records, BATCH_NORM), chosen(records)
     if not (theirs and ours):
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     reached = [max((row.get("test_accuracy") or 0.0) for row in r["metrics"]) for r in (*theirs, *ours)]
     target = math.floor(100 * (min(reached) - 0.02)) / 100
     times = [[epochs_to(r, target) for r in group] for group in (theirs, ours)]
@@ -156,7 +157,7 @@ def rates(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs: without L2, then each λ at its best stepsize by test accuracy."""
+    """Head and rows for the docs: without L2, then each λ at its best stepsize by test accuracy."""
     with_it = [with_l2(contender, l2) for contender in PENALIZED for l2 in strengths(records)]
     return rates_table(records, (BATCH_NORM, WHITENING, GUARDED)) + rates_table(records, with_it, error_rate)[1:]
 
@@ -165,12 +166,6 @@ CLAIMS = (
     Claim("§4.2", "With L2 the whitened network recovers batch norm's test error.", recovered),
     Claim("§4.2", "The two then reduce the test error at similar rates.", rates),
 )
-CLAIM = joined(CLAIMS)
-
-
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
 
 
 def plot(records: list[Record]) -> "Figure":

@@ -20,17 +20,16 @@ from torch.nn import functional
 
 import evenstep
 
-from ...torch_optimizer.step import CoordinateOptimizer
 from ..data import Arrays
 from ..models import paper_cnn
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
+from .common import NOT_RUN, Claim, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
-OPTIMIZERS: dict[str, Callable[[nn.Module], CoordinateOptimizer]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
     "UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05),
     "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
@@ -53,7 +52,7 @@ State = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What is trained on what, for how long before and after the shock.
+    """A network, its data, and the numbers of steps before and after the shock.
 
     `network(seed)` gives a network whose first two nn.Linear are the shocked layer and the one behind it.
     """
@@ -97,12 +96,12 @@ def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
 
 def train(
     model: nn.Module,
-    optimizer: CoordinateOptimizer,
+    optimizer: Any,
     scene: Scene,
     steps: Tensor,
     watch: Callable[[float], None] | None = None,
 ) -> float:
-    """The mean loss over the steps, whose batches `steps` names; `watch` is told each loss."""
+    """Train on the batches with the row numbers `steps`; the mean loss. `watch` receives each loss."""
     losses = []
     for rows in steps:
         optimizer.zero_grad()
@@ -135,8 +134,8 @@ def prepared(scene: Scene, name: str, seed: int) -> State:
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
-def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Module, CoordinateOptimizer]:
-    """A network and its optimizer as they were then."""
+def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Module, Any]:
+    """A network and its optimizer in that state."""
     model_state, optimizer_state = copy.deepcopy(state)
     model = scene.build(seed)
     model.load_state_dict(model_state)
@@ -146,7 +145,7 @@ def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Modul
 
 
 def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
-    """A row per step after a shock of κ (1 is none): the loss, and what the monitor sees behind the shocked layer."""
+    """A row per step after a shock of κ (1 is none): the loss, and the monitor's numbers for the layer after it."""
     model, optimizer = restored(scene, name, seed, state)
     _, (layer, _) = linears(model)[:2]
     monitor, rows = evenstep.CurvatureMonitor(optimizer), list[dict[str, Any]]()
@@ -229,7 +228,7 @@ def ratio(records: list[Record], name: str, kappa: float) -> float:
 
 
 def named(records: list[Record]) -> tuple[list[str], list[float]]:
-    """The optimizers that were run at every κ that one of them was run at, and these κ but for 1."""
+    """The optimizers that ran at every κ of the records, and these κ without 1."""
     run: dict[str, set[float]] = {}
     for record in records:
         run.setdefault(record["config"]["name"], set()).add(record["config"]["kappa"])
@@ -246,7 +245,7 @@ def agreement(records: list[Record]) -> Verdict:
     """Fresh against running variances of the shocked units, without a shock and with one."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     kappa = max(kappas)
     calm, hit = summaries(records, PAPERS, 1.0), summaries(records, PAPERS, kappa)
     usual = statistics.fmean(s["grown_on_average"] for s in calm)
@@ -262,7 +261,7 @@ def harm(records: list[Record]) -> Verdict:
     """What a shock does without guards, and with them."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
     guarded = [n for n in names if not n.startswith("unguarded")]
@@ -278,7 +277,7 @@ def death(records: list[Record]) -> Verdict:
     """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
 
     def dead(kappa: float) -> float:
         return statistics.fmean(s["dead_units"] for s in summaries(records, PAPERS, kappa))
@@ -292,7 +291,7 @@ def death(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs: loss ratios."""
+    """Head and rows for the docs: loss ratios."""
     names, kappas = named(records)
     return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
 
@@ -306,12 +305,6 @@ CLAIMS = (
     Claim("§4.4", "This leads to unreasonably large changes of the weights.", harm),
     Claim("§4.4", "These disable units: they remain zero whatever the input.", death),
 )
-CLAIM = joined(CLAIMS)
-
-
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
 
 
 def plot(records: list[Record]) -> "Figure":
