@@ -9,7 +9,7 @@ import evenstep
 from evenstep.lab import bench, bench_goals, cli, records, usage
 from evenstep.lab.bench_contenders import load
 from evenstep.lab.bench_models import SUBJECTS
-from evenstep.lab.commands import bench as command
+from evenstep.lab.commands import run_bench as command
 
 SRC = Path(evenstep.__file__).parents[1]
 MLP = {"model": "mlp", "batch": 2, "rounds": 2, "width": 64}
@@ -63,7 +63,7 @@ def test_another_version_shares_no_module_with_the_current_one():
 
 def test_records_make_a_table_for_the_docs(tmp_path, capsys):
     records.append(tmp_path / "bench.jsonl", bench.run(bench.Setting(contenders=("sgd", "unitstep"), **MLP), warm_up=1))
-    assert command.without_extras(["--table", str(tmp_path / "bench.jsonl")]) == 0
+    assert call("--table", tmp_path / "bench.jsonl") == 0
     head, line, row = capsys.readouterr().out.splitlines()
     assert head == "| | sgd, ms | unitstep |" and line == "| --- | --- | --- |"
     assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
@@ -132,17 +132,10 @@ def test_bad_input_is_one_line(arguments, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
-def test_without_tyro_the_same_options_are_read(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.without_extras(["--model", "mlp", "--half", "--autocast", "--rounds", "3", "--batch", "2", "4"])
-    assert capsys.readouterr().err == "bench: --half leaves nothing to --autocast; leave one out\n"
-
-
-@pytest.mark.parametrize("run", [call, lambda *words: command.without_extras(map(str, words))])
-def test_a_record_is_printed_and_kept_and_contenders_left_out_are_named(run, tmp_path, capsys):
+def test_a_record_is_printed_and_kept_and_contenders_left_out_are_named(tmp_path, capsys):
     out = tmp_path / "new" / "bench.jsonl"
     words = ["--model", "gpt-tiny", "--contenders", "sgd", "batch-norm", "sgd", "--rounds", "2", "--records", out]
-    assert run(*words) == 0 and len(records.read(out)) == 1
+    assert call(*words) == 0 and len(records.read(out)) == 1
     shown = capsys.readouterr().out
     assert "gpt-tiny cannot have batch-norm, which is left out\n" in shown and shown.count("  sgd ") == 1
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from evenstep.lab import records, running, showing, study, sweep
+from evenstep.lab import records, report, running, study, sweep
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
@@ -161,7 +161,7 @@ def test_a_sweep_says_what_it_waits_for_and_counts_the_runs_of_others(tmp_path):
 def test_no_record_is_not_taken_for_a_stop_by_the_user(tmp_path):
     for stopped, code, words in ((False, 1, "No run is finished"), (True, 130, "Stopped before the first run")):
         told = io.StringIO()
-        assert showing.conclude(tmp_path / "records.jsonl", Console(file=told), stopped) == code
+        assert report.conclude(tmp_path / "records.jsonl", Console(file=told), stopped) == code
         assert words in told.getvalue()
 
 

@@ -212,4 +212,4 @@ def test_markdown_takes_no_failed_run_for_a_result():
     found = comparison.compare([record(name, lr, [loss], seed) for name, lr, loss, seed in runs])
     lines = tables.markdown(found).splitlines()
     assert "| Adam | 0.1 | 0.600 ± 0.141 | 50.0 ± 0.0% | 0.0 ± 0.0% | 0.500 | 2 |" in lines
-    assert "| SG | 0.2 * | diverged | 50.0% | 0.0% | 0.500 | 1 |" in lines
+    assert "| SGD | 0.2 * | diverged | 50.0% | 0.0% | 0.500 | 1 |" in lines

@@ -219,6 +219,6 @@ def quartiles(times: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    from .commands import bench as command
+    from .cli import main
 
-    sys.exit(command.without_extras())
+    main(["bench", *sys.argv[1:]])

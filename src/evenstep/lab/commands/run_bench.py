@@ -1,13 +1,10 @@
 """`evenstep bench`: time and memory of training steps, ours against torch's."""
 
-import argparse
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
 
-from .. import bench, bench_goals, records, usage
+from .. import bench, bench_goals, display, records, usage
 from ..bench_contenders import CONTENDERS, package_in
 from ..bench_models import SUBJECTS
 
@@ -60,55 +57,25 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Time what is asked for behind a progress bar; the exit code."""
-    from rich.console import Console
-
-    from .. import progress
-
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    return carried_out(options, say, lambda total: progress.bar(console, total))
-
-
-def without_extras(words: Sequence[str] | None = None) -> int:
-    """The same for machines that have torch alone; the exit code."""
-    parser = argparse.ArgumentParser(description=Options.__doc__)
-    for field in fields(Options):
-        kind: Any = next(iter(get_args(field.type)), field.type)
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": field.default}
-        how |= {"nargs": "*"} if isinstance(field.default, tuple) else {}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **how)
-    found: dict[str, Any] = vars(parser.parse_args(words))
-    try:
-        options = Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
-        return carried_out(options, lambda text: print(text, flush=True))
-    except usage.UsageError as error:
-        parser.exit(2, f"bench: {error}\n")
-
-
-def carried_out(options: Options, say: Callable[[str], Any], bar: Callable[[int], Any] | None = None) -> int:
     """Time, or read, what is asked for; each record is printed and kept as soon as it is made. The exit code."""
     if options.table is not None:
         found = recorded(options.table)
         if options.goals:
-            return judged(found, say)
-        say(bench_goals.table(found))
+            return judged(found)
+        print(bench_goals.table(found))
         return 0
-    wanted = settings(options)
+    wanted, found = settings(options), []
     usage.writable_folder(options.records.parent, "--records")
     for line in left_out(wanted):
-        say(line)
-    made = []
-    with bar(sum(s.rounds for s in wanted)) if bar else nullcontext() as moving:
+        print(line)
+    with display.bar(sum(s.rounds for s in wanted)) as bar:
         for setting in wanted:
-            made.append(record := bench.run(setting, lambda _: moving and moving.advance()))
+            bar.say(setting.model)
+            found.append(record := bench.run(setting, lambda _: bar.advance()))
             records.append(options.records, record)
-            say(bench_goals.text(record))
-    say(f"Records: {options.records}")
-    return judged(made, say) if options.goals else 0
+            bar.advance(bench_goals.text(record), by=0)
+    print(f"Records: {options.records}")
+    return judged(found) if options.goals else 0
 
 
 def recorded(path: Path) -> list[records.Record]:
@@ -121,12 +88,12 @@ def recorded(path: Path) -> list[records.Record]:
     return found
 
 
-def judged(found: Sequence[records.Record], say: Callable[[str], Any]) -> int:
+def judged(found: Sequence[records.Record]) -> int:
     """Print the records' goals; the exit code, 1 if one fails."""
     rows = bench_goals.verdicts(found)
     if not rows:
         raise usage.UsageError("none of these records is of what has a goal; --goals without --table makes such")
-    say(bench_goals.goals_table(rows))
+    print(bench_goals.goals_table(rows))
     return int(any(row.missed for row in rows))
 
 

@@ -1,11 +1,8 @@
 """`evenstep report`: one page from the records of a folder."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from .. import usage
 
@@ -14,9 +11,9 @@ from .. import usage
 class Options:
     """Write report.html, one page that opens offline, and plain SVG figures from the records in a folder."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+    folder: Path = field(metadata={"metavar": "FOLDER"})
     """Folder with *.jsonl records; the report is written there. With --markdown also a single file."""
-    tensorboard: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    tensorboard: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Also write every run's curves there for TensorBoard."""
     markdown: bool = False
     """Write nothing: print the tables of every comparison as Markdown."""
@@ -24,7 +21,7 @@ class Options:
 
 def main(options: Options) -> int:
     """Write the report, or print its tables; malformed lines are named on stderr; the exit code."""
-    from .. import comparison, reading
+    from .. import reading
 
     folder = options.folder
     if not (folder.is_dir() or (options.markdown and folder.is_file())):
@@ -37,7 +34,7 @@ def main(options: Options) -> int:
     for fault in found.faults:
         print(f"evenstep: {fault}", file=sys.stderr)
     if options.markdown:
-        from .. import tables
+        from .. import comparison, tables
 
         print("\n\n".join(map(tables.markdown, comparison.comparisons(found.runs))))
         return 0
