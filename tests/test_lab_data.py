@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import data, safe_pickle
+from data_files import BATCHES, cifar_batch, idx_bytes, write_cifar, write_idx, write_images, write_text
+from evenstep.lab import data, loader, safe_pickle
 from evenstep.lab.data import cache, loading
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
 FASHION_SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's package
 USERS_DATA = Path(os.environ.get("EVENSTEP_DATA", "no such folder"))
-BATCHES = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
 
 
 def test_embedded_images_are_balanced_and_padded():
@@ -60,22 +60,6 @@ def test_damaged_embedded_file_is_named(tmp_path):
 def test_licence_lies_beside_the_images():
     text = resources.files("evenstep.lab").joinpath("assets", "fashion-mnist-LICENSE.txt").read_text(encoding="utf-8")
     assert "Zalando" in text and "MIT" in text
-
-
-def cifar_batch(count=4, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (count, 3072), dtype=np.uint8), rng.integers(0, 10, count).tolist()
-
-
-def write_cifar(folder, **replaced):
-    """A folder of small batch files; `replaced` gives the bytes of some of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    truth = {}
-    for seed, name in enumerate(BATCHES):
-        pixels, labels = truth[name] = cifar_batch(seed=seed)
-        content = pickle.dumps({b"batch_label": name.encode(), b"labels": labels, b"data": pixels}, protocol=2)
-        (folder / name).write_bytes(replaced.get(name, content))
-    return truth
 
 
 def python2_batch(pixels, labels):
@@ -223,24 +207,6 @@ def test_a_copy_of_cifar_is_called_one_unless_it_is_named(tmp_path, monkeypatch)
     assert data.cifar10(tmp_path).name == "CIFAR-10"
 
 
-def idx_bytes(array):
-    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
-
-
-def write_idx(folder, zipped=True, first=9, **replaced):
-    """A folder of MNIST's four files with a few images each; `replaced` gives the bytes of some of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng, truth = np.random.default_rng(0), {}
-    for half, count in (("train", 12), ("t10k", 5)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = np.array([first, 0, 0, 3, 0, 2, 7, 2, 5, 5, 1, 1][:count], np.uint8)
-        truth[half] = images, labels
-        for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
-            content = replaced.get(name.replace("-", "_"), idx_bytes(array))
-            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
-    return truth
-
-
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files_are_read_and_padded(tmp_path, zipped):
     truth = write_idx(tmp_path / "images", zipped)
@@ -289,20 +255,6 @@ def test_truncated_or_missing_idx_files_are_named(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError, match="t10k-images-idx3-ubyte: no such file, nor"):
         data.fashion_mnist(tmp_path)
-
-
-def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3):
-    """An ImageFolder of PNG files of one colour each; the colours by file."""
-    rng, colours = np.random.default_rng(0), {}
-    for split in splits:
-        for name in classes:
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for k in range(count):
-                path = folder / f"{k}.png"
-                colours[path] = tuple(rng.integers(0, 256, 3).tolist())
-                Image.new("RGB", size, colours[path]).save(path)
-    return colours
 
 
 def test_image_folder_is_decoded_resized_and_labelled_by_name(tmp_path):
@@ -455,11 +407,6 @@ def test_original_layout_of_tiny_imagenet(tmp_path):
         data.image_folder(root)
 
 
-def write_text(path, length=20_000):
-    path.write_text(("to be or not to be\n" * length)[:length], encoding="utf-8")
-    return path
-
-
 def test_text_is_numbers_of_characters(tmp_path):
     text = data.load(write_text(tmp_path / "play.txt"))
     assert isinstance(text, data.Text) and text.name == "play" and text.channels == len(set("to be or not to be\n"))
@@ -574,7 +521,7 @@ def test_batches_hold_every_example_once_in_a_seeded_order():
     arrays = small_arrays()
 
     def epoch(seed):
-        return list(data.batches(arrays, 4, torch.Generator().manual_seed(seed)))
+        return list(loader.epoch_batches(arrays, 4, torch.Generator().manual_seed(seed)))
 
     first, again, other = epoch(1), epoch(1), epoch(2)
     assert [len(y) for _, y in first] == [4, 4, 2]
@@ -587,7 +534,7 @@ def test_batches_hold_every_example_once_in_a_seeded_order():
 
 def test_crops_and_flips_against_a_loop():
     x = small_arrays(count=6).train_x
-    result = data.crop_and_flip(x, torch.Generator().manual_seed(3))
+    result = loader.crop_and_flip(x, torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(3)
     shift = torch.randint(0, 9, (2, 6, 1), generator=generator)
     mirrored = torch.randint(0, 2, (6, 1), generator=generator)
@@ -602,7 +549,7 @@ def test_crops_and_flips_against_a_loop():
 
 def test_cutout_hides_one_square_of_each_image():
     x = torch.ones(200, 2, 32, 32)
-    result = data.cutout(x, torch.Generator().manual_seed(0), side=8)
+    result = loader.cutout(x, torch.Generator().manual_seed(0), side=8)
     hidden = 1 - result
     assert torch.equal(hidden[:, 0], hidden[:, 1]), "the same place in every channel"
     rows, columns = hidden[:, 0].amax(2).sum(1), hidden[:, 0].amax(1).sum(1)
@@ -615,14 +562,14 @@ def test_augmentations_are_named():
     x = small_arrays(count=50).train_x.float()
 
     def made(how):
-        return data.augmented(x, torch.Generator().manual_seed(1), how)
+        return loader.augmented(x, torch.Generator().manual_seed(1), how)
 
     assert torch.equal(made(False), x)
     assert torch.equal(made(True), made("crop+flip"))
-    assert torch.equal(made("flip+crop"), data.crop_and_flip(x, torch.Generator().manual_seed(1)))
+    assert torch.equal(made("flip+crop"), loader.crop_and_flip(x, torch.Generator().manual_seed(1)))
     flipped = made("flip")
     same, mirrored = (flipped == x).flatten(1).all(1), (flipped == x.flip(3)).flatten(1).all(1)
     assert (same ^ mirrored).all() and same.any() and mirrored.any()
-    assert torch.equal(made("cutout"), data.cutout(x, torch.Generator().manual_seed(1)))
+    assert torch.equal(made("cutout"), loader.cutout(x, torch.Generator().manual_seed(1)))
     with pytest.raises(ValueError, match=r"augment must join some of crop, flip, cutout by '\+'; got 'rotate'"):
         made("crop+rotate")

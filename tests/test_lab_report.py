@@ -193,7 +193,7 @@ def with_row(**row):
         [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
         [record("sg", 0.1, [1.0], model_options=[3])],
         [record("sg", 0.1, [1.0], model_options="wide")],
-        [with_row(guarded_units="many")],
+        [with_row(other="many")],
     ],
 )
 def test_a_report_is_made_over_any_values(odd, tmp_path):

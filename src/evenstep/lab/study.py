@@ -44,14 +44,14 @@ def run(
 
     `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
     postgresql://…). Every process must be given the same trials. All records are added to `out`; `on_record` receives
-    those of this process, `on_other` the others. `on_wait` receives every second what is waited for, and "" afterwards.
+    those of this process, `on_other` the others. `on_wait` receives every second what is waited for, and "" when there is work again.
     `settings` are those of `sweep.side_by_side`.
     """
     if message := records.mend(out):
         warn(message)
     configs = [records.plain(config(trial, data)) for trial in trials]
     members = {key(one): trial for one, trial in zip(configs, trials, strict=True)}
-    board, kept = Board(url, list(members), stale, warn), set(known(out, data)) & members.keys()
+    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data)) & members.keys(), False
 
     def keep(name: str, record: records.Record, tell: OnRecord) -> None:
         if name not in kept:
@@ -60,7 +60,8 @@ def run(
 
     def to_run() -> Iterator[Trial]:
         while (name := board.take()) is not None:
-            on_wait("")
+            if waits:
+                on_wait("")
             if (record := known(out, data).get(name)) is None:
                 yield members[name]
             else:
@@ -76,9 +77,9 @@ def run(
                 keep(name, record, on_other)
             if len(complete) == len(members):
                 break
+            waits = True
             on_wait(f"{len(members) - len(complete)} runs of other processes")
             time.sleep(min(1.0, stale / 10))
-    on_wait("")
     have = known(out, data)
     return [have[key(one)] for one in configs]
 

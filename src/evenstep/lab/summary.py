@@ -6,7 +6,7 @@ A run is a record of one method at one stepsize and one seed; a series is all ru
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from . import records as files
@@ -14,7 +14,6 @@ from .records import Record
 
 TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
 TRIALS = (1, 2, 4, 8)  # k of "expected best of k"
-GUARDS = ("guarded_inputs", "guarded_units")  # columns of a row that the monitor may have filled
 SMALLEST = 1e-300  # smaller losses have too few digits to be rounded
 CLASSES = {"Fashion-MNIST": 10, "CIFAR-10": 10}  # of data sets whose old records do not count them, by their prefix
 
@@ -66,7 +65,6 @@ class Summary:
     divergence_at_best: float
     expected_best: dict[int, float | None]
     reach: Reach
-    guards: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -223,7 +221,6 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
     best, every = runs.runs[stepsize], runs.all_runs
     lasts = [run["metrics"][-1] for run in best]
     seconds = numbers([row for run in best for row in run["metrics"]], "seconds")
-    guards = {name: numbers(lasts, name) for name in GUARDS}
     reached = [reach(run, -math.inf if target is None else target) for run in best]
     return Summary(
         stepsize=stepsize,
@@ -241,7 +238,6 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
             _median([r.steps for r in reached]),
             _median([r.seconds for r in reached]),
         ),
-        guards={name: statistics.fmean(shares) for name, shares in guards.items() if shares},
     )
 
 

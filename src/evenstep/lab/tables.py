@@ -39,7 +39,6 @@ def all_tables(found: Comparison) -> list[Table]:
 
 def tuned(found: Comparison) -> Table:
     """The table "best when tuned"."""
-    guards = sorted({name for s in found.summaries for name in s.guards})
     columns = ["best stepsize", "training loss", "test accuracy", "dead units", "s per epoch", "seeds"]
     rows = [
         [
@@ -49,7 +48,6 @@ def tuned(found: Comparison) -> Table:
             _shares(s.dead_shares),
             _number(s.seconds_per_epoch),
             Cell(str(len(s.losses)), len(s.losses)),
-            *(_share(s.guards.get(name)) for name in guards),
         ]
         for s in found.summaries
     ]
@@ -57,7 +55,7 @@ def tuned(found: Comparison) -> Table:
         "best",
         "Best when tuned",
         "Each method at the stepsize with the lowest training loss of the last epoch, mean over seeds.",
-        columns + [name.replace("guarded_", "guarded ") for name in guards],
+        columns,
         rows,
         "* the smallest or largest stepsize tried: a better one may lie beyond."
         if any(s.at_edge for s in found.summaries)
@@ -129,8 +127,8 @@ def _shares(values: Sequence[float]) -> Cell:
     return Cell(_with_spread([100 * value for value in values], f"{100 * mean:.1f}") + "%", mean)
 
 
-def _share(value: float | None) -> Cell:
-    return Cell(MISSING if value is None else f"{value:.1%}", value)
+def _share(value: float) -> Cell:
+    return Cell(f"{value:.1%}", value)
 
 
 def _number(value: float | None) -> Cell:

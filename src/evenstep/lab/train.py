@@ -126,9 +126,16 @@ class Training:
         return self.device.type != "cuda" and not math.isfinite(self.total.item())
 
 
-def train(model: nn.Module, optimizer: Optimizer, data: Arrays | Text, **settings: Any) -> list[Epoch]:
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Arrays | Text,
+    *,
+    on_epoch: Callable[[Epoch], None] | None = None,
+    **settings: Any,
+) -> list[Epoch]:
     """Train to the end; the rows. `settings` are those of `Training`."""
-    return Training(model, optimizer, data, **settings).finish()
+    return Training(model, optimizer, data, **settings).finish(on_epoch)
 
 
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
