@@ -140,6 +140,20 @@ def test_a_record_is_printed_and_kept_and_contenders_left_out_are_named(tmp_path
     assert "gpt-tiny cannot have batch-norm, which is left out\n" in shown and shown.count("  sgd ") == 1
 
 
+def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    real, out = bench.run, tmp_path / "bench.jsonl"
+
+    def run(setting, on_round):
+        if setting.batch == 4:
+            raise RuntimeError("out of memory")
+        return real(setting, on_round)
+
+    monkeypatch.setattr(bench, "run", run)
+    assert call("--model", "mlp", "--contenders", "sgd", "--rounds", "2", "--batch", "4", "2", "--records", out) == 1
+    assert "mlp, batch 4, eager: failed: out of memory" in capsys.readouterr().out
+    assert [record["config"]["batch"] for record in records.read(out)] == [2]
+
+
 def test_a_table_takes_records_with_one_first_contender(tmp_path, capsys):
     path = tmp_path / "bench.jsonl"
     for name in ("sgd", "unitstep"):

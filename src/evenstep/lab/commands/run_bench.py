@@ -64,18 +64,33 @@ def main(options: Options) -> int:
             return judged(found)
         print(bench_goals.table(found))
         return 0
-    wanted, found = settings(options), []
+    wanted = settings(options)
     usage.writable_folder(options.records.parent, "--records")
     for line in left_out(wanted):
         print(line)
+    found = measured(wanted, options.records)
+    print(f"Records: {options.records}")
+    code = judged(found) if options.goals else 0
+    return code or int(len(found) < len(wanted))
+
+
+def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record]:
+    """Run the comparisons; each record is kept and printed as soon as it is there, a failure does not end the others."""
+    found = []
     with display.bar(sum(s.rounds for s in wanted)) as bar:
         for setting in wanted:
-            bar.say(setting.model)
-            found.append(record := bench.run(setting, lambda _: bar.advance()))
-            records.append(options.records, record)
+            bar.show(setting.model)
+            try:
+                record = bench.run(setting, lambda _: bar.advance())
+            except (RuntimeError, Warning) as error:  # out of memory, not compiled, or an optimizer that saw no inputs
+                if len(wanted) == 1:
+                    raise
+                bar.advance(f"{bench_goals.title(vars(setting))}: failed: {usage.first_line(error)}", by=0)
+                continue
+            found.append(record)
+            records.append(path, record)
             bar.advance(bench_goals.text(record), by=0)
-    print(f"Records: {options.records}")
-    return judged(found) if options.goals else 0
+    return found
 
 
 def recorded(path: Path) -> list[records.Record]:
