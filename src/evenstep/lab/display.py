@@ -1,80 +1,124 @@
-"""Progress on the terminal: a bar where rich is installed, plain lines elsewhere."""
+"""Progress on the terminal: a bar with the time left where rich is installed, plain lines elsewhere."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-from .records import Record
+from .identity import DIGEST
+from .labels import method_label
+from .records import Record, dumps
 from .train import Epoch
 from .trial import Trial
 
+HISTORY = 3600.0  # seconds of progress from which the time left is estimated: one run may take minutes
+
 
 class PlainBar:
-    """Progress as lines of text, for terminals without rich; with `quiet` nothing is printed."""
+    """Progress as lines of text; with `quiet` nothing is printed."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.write: Callable[[str], None] = (lambda line: None) if quiet else lambda line: print(line, flush=True)
-        self.last = ""
+        self.quiet, self.last = quiet, ""
 
     def say(self, what: str) -> None:
-        """Print what is under way, once."""
+        """Print the current work, once."""
         if what != self.last:
             self.last = what
-            self.write(what)
+            self.advance(what)
+
+    def show(self, what: str) -> None:
+        """Show counts that change too often for lines."""
 
     def advance(self, line: str | None = None, by: int = 1) -> None:
-        """Print a finished piece of work."""
-        if line is not None:
-            self.write(line)
+        """Count `by` more pieces as finished, and print `line`."""
+        if line is not None and not self.quiet:
+            print(line, flush=True)
 
     def at(self, done: int, total: int) -> None:
-        """Nothing to move."""
+        """Set the number of finished pieces and of all."""
+
+
+class RichBar(PlainBar):
+    """Progress as a bar of rich's, below the printed lines."""
+
+    def __init__(self, progress: Any, total: int, done: int) -> None:
+        super().__init__()
+        self._progress, self._task = progress, progress.add_task("", total=total, completed=done)
+
+    def say(self, what: str) -> None:
+        """Show the current work beside the bar."""
+        self._progress.update(self._task, description=what)
+
+    show = say
+
+    def advance(self, line: str | None = None, by: int = 1) -> None:
+        """Count `by` more pieces as finished, and print `line` above the bar."""
+        self._progress.update(self._task, advance=by)
+        if line is not None:
+            self._progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def at(self, done: int, total: int) -> None:
+        """Set the number of finished pieces and of all."""
+        self._progress.update(self._task, completed=done, total=total)
 
 
 @contextmanager
-def bar(total: int, done: int = 0, *, quiet: bool = False) -> Iterator[Any]:
-    """A progress bar of `total` pieces of work, `done` of them finished; it has the methods of `PlainBar`."""
+def bar(total: int, done: int = 0, *, quiet: bool = False) -> Iterator[PlainBar]:
+    """A progress bar of `total` pieces of work, `done` of them finished."""
     try:
+        from rich import progress as rich
         from rich.console import Console
-
-        from . import progress
     except ModuleNotFoundError:
         yield PlainBar(quiet)
         return
-    with progress.bar(Console(quiet=quiet), total, done) as moving:
-        yield moving
+    columns = (
+        rich.SpinnerColumn(),
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=Console(quiet=quiet), speed_estimate_period=HISTORY) as progress:
+        yield RichBar(progress, total, done)
 
 
-class PlainRuns:
-    """Progress of a sweep as lines of text: a line for each finished run."""
+class Runs:
+    """Moves a bar of epochs as trials proceed, and prints each finished run."""
 
-    def __init__(self, moving: PlainBar, total: int, done: int) -> None:
-        self.bar, self.total, self.done = moving, total, done
+    def __init__(self, bar: PlainBar, total: int, done: int) -> None:
+        self._bar, self._total, self._done = bar, total, done
+        self._left: dict[str, int] = {}  # epochs to come, by configuration
+        self._waiting = False
+        self._describe()
+
+    def _describe(self, waiting: str = ", ") -> None:
+        self._bar.show(f"{self._done} of {self._total} runs{waiting}epochs")
 
     def waits(self, what: str) -> None:
-        """Print what is waited for."""
-        if what:
-            self.bar.say(f"Waiting: {what.split(' last heard', maxsplit=1)[0]}.")
+        """Show what is waited for, nothing if the wait is over; the beginning of a wait is printed."""
+        if what and not self._waiting:
+            self._bar.advance(f"Waiting: {what}.", by=0)
+        self._waiting = bool(what)
+        self._describe(f"; {what}; " if what else ", ")
 
     def epoch(self, trial: Trial, row: Epoch) -> None:
-        """Epochs are too many for lines."""
+        """Count one finished epoch of a trial."""
+        self._left[_name(asdict(trial))] = trial.epochs - row["epoch"]
+        self._bar.advance()
 
     def finished(self, record: Record) -> None:
-        """Print a finished run."""
-        config, loss = record["config"], record["metrics"][-1]["train_loss"]
-        self.done += 1
-        end = "diverged" if loss is None else f"training loss {loss:.3f}"
-        head = f"{self.done} of {self.total} runs: {config['method']}, stepsize {config['lr']:g}"
-        self.bar.write(f"{head}, seed {config['seed']}, {end}")
+        """Count a finished run, with the epochs that it never began because it diverged."""
+        self._done += 1
+        left = self._left.pop(_name(record["config"]), record["config"]["epochs"])
+        self._bar.advance(run_line(record), left)
+        self._describe()
 
 
-def runs(moving: Any, total: int, done: int) -> Any:
-    """Progress of `total` runs on a bar of epochs, `done` of them finished."""
-    if isinstance(moving, PlainBar):
-        return PlainRuns(moving, total, done)
-    from . import progress
-
-    return progress.Runs(moving, total, done)
+def _name(config: dict[str, Any]) -> str:
+    """A trial's configuration, without its data, as text."""
+    return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
 
 
 def epoch_line(row: Epoch) -> str:
@@ -82,3 +126,13 @@ def epoch_line(row: Epoch) -> str:
     if row["diverged"]:
         return f"epoch {row['epoch']:>3}  diverged"
     return f"epoch {row['epoch']:>3}  training loss {row['train_loss']:.3f}   test accuracy {row['test_accuracy']:.1%}"
+
+
+def run_line(record: Record) -> str:
+    """One finished run in a line."""
+    config, last = record["config"], record["metrics"][-1]
+    label = f"{method_label(config['method']):<16} stepsize {config['lr']:<8g} seed {record['seed']:<3}"
+    if last["diverged"]:
+        return f"{label} diverged in epoch {last['epoch']}"
+    accuracy = f"   test accuracy {last['test_accuracy']:.1%}" if last.get("test_accuracy") is not None else ""
+    return f"{label} training loss {last['train_loss']:.3f}{accuracy}"

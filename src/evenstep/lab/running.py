@@ -29,7 +29,7 @@ def run_trials(
     if have:
         print(f"{len(have)} of {len(trials)} runs are in {path} already.")
     with display.bar(sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
-        runs = display.runs(bar, len(trials), len(have))
+        runs = display.Runs(bar, len(trials), len(have))
         go: Runner = sweep.sweep
         if runner is not None:
             go = partial(runner, on_other=runs.finished, on_wait=runs.waits)
@@ -47,9 +47,9 @@ def conclude(path: Path, stopped: bool) -> int:
     with optional(f"report of {path}"):
         from rich.console import Console
 
-        from . import showing
+        from . import report
 
-        code = showing.conclude(path, Console(), stopped)
+        code = report.conclude(path, Console(), stopped)
     return code
 
 

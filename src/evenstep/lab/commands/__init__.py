@@ -8,7 +8,7 @@ COMMANDS = {
     "reproduce": "run_reproduction",
     "sweep": "run_sweep",
     "train": "run_training",
-    "report": "report",
+    "report": "run_report",
     "doctor": "run_doctor",
-    "bench": "bench",
+    "bench": "run_bench",
 }
