@@ -16,7 +16,7 @@ from PIL import Image
 
 from data_files import BATCHES, cifar_batch, idx_bytes, write_cifar, write_idx, write_images, write_text
 from evenstep.lab import data, loader, safe_pickle
-from evenstep.lab.data import cache, loading
+from evenstep.lab.data import loading
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
@@ -262,7 +262,7 @@ def test_image_folder_is_decoded_resized_and_labelled_by_name(tmp_path):
     colours = write_images(root, size=(50, 40))
     (root / "train" / "ape" / "Thumbs.db").write_text("not an image, and not named like one")
     (root / "train" / "ape" / ".hidden.png").write_text("nor this")
-    arrays = data.image_folder(root, size=16, cache_folder=tmp_path / "cache")
+    arrays = data.image_folder(root, size=16)
     assert arrays.name == "zoo (2 classes, 16x16)" and arrays.classes == ("ape", "bee")
     assert arrays.train_x.shape == (6, 3, 16, 16) and arrays.train_x.dtype == torch.uint8
     assert arrays.train_y.tolist() == arrays.test_y.tolist() == [0, 0, 0, 1, 1, 1]
@@ -275,69 +275,15 @@ def test_image_folder_cuts_the_middle_square(tmp_path):
     wide = np.zeros((8, 24, 3), np.uint8)
     wide[:, :8], wide[:, 8:16], wide[:, 16:] = 50, 100, 200
     Image.fromarray(wide).save(tmp_path / "zoo" / "train" / "ape" / "0.png")
-    assert (data.image_folder(tmp_path / "zoo", 8, tmp_path / "cache").train_x[0] == 100).all()
+    assert (data.image_folder(tmp_path / "zoo", 8).train_x[0] == 100).all()
 
 
 def test_other_modes_become_rgb(tmp_path):
     write_images(tmp_path / "zoo")
     for k, mode in enumerate(("L", "P", "RGBA")):
         Image.new("RGB", (32, 32), (51, 51, 51)).convert(mode).save(tmp_path / "zoo" / "val" / "bee" / f"{k}.png")
-    arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
+    arrays = data.image_folder(tmp_path / "zoo")
     assert (arrays.test_x[3:] == 51).all()
-
-
-def test_decoded_images_are_kept_until_a_file_changes(tmp_path, monkeypatch):
-    root, kept = tmp_path / "zoo", tmp_path / "cache"
-    write_images(root)
-    first = data.image_folder(root, cache_folder=kept)
-    (file,) = kept.iterdir()
-    assert file.suffix == ".npz"
-    monkeypatch.setattr(data.folder, "_decode", lambda *_: pytest.fail("decoded again"))
-    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
-    monkeypatch.undo()
-    Image.new("RGB", (32, 32), (1, 2, 3)).save(root / "train" / "ape" / "0.png")
-    assert data.image_folder(root, cache_folder=kept).train_x[0, :, 0, 0].tolist() == [1, 2, 3]
-    assert len(list(kept.iterdir())) == 2
-    data.image_folder(root, size=8, cache_folder=kept)
-    assert len(list(kept.iterdir())) == 3
-
-
-def test_damaged_cache_is_made_anew(tmp_path):
-    root, kept = tmp_path / "zoo", tmp_path / "cache"
-    write_images(root)
-    first = data.image_folder(root, cache_folder=kept)
-    (file,) = kept.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
-    assert file.read_bytes() == whole
-
-
-def test_unwritable_cache_is_a_warning(tmp_path):
-    write_images(tmp_path / "zoo")
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="decoded images are not kept"):
-        arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "file" / "below")
-    assert len(arrays.train_y) == 6
-
-
-def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
-    def fail(file, **_):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(cache.np, "savez", fail)
-    with pytest.warns(UserWarning, match="disk full"):
-        cache.remembered(tmp_path / "a.npz", lambda: {"x": np.zeros(3)})
-    assert not list(tmp_path.iterdir())
-
-
-def test_cache_lies_where_the_environment_says(monkeypatch):
-    monkeypatch.setenv("EVENSTEP_CACHE", "/somewhere")
-    assert cache.folder() == Path("/somewhere")
-    monkeypatch.delenv("EVENSTEP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/users")
-    assert cache.folder() == Path("/users/evenstep")
 
 
 def jpeg(seed=0):
@@ -356,12 +302,11 @@ def jpeg(seed=0):
         (jpeg()[:30], ""),
     ],
 )
-def test_bad_image_is_named_and_nothing_is_kept(tmp_path, content, reason):
+def test_bad_image_is_named(tmp_path, content, reason):
     write_images(tmp_path / "zoo")
     (tmp_path / "zoo" / "val" / "bee" / "bad.jpg").write_bytes(content)
     with pytest.raises(ValueError, match=rf"bad\.jpg: not a readable image: .*{reason}"):
-        data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        data.image_folder(tmp_path / "zoo")
 
 
 def test_image_folders_that_cannot_be_labelled(tmp_path):
@@ -383,30 +328,6 @@ def test_one_class_is_none(tmp_path):
         data.image_folder(tmp_path)
 
 
-def test_original_layout_of_tiny_imagenet(tmp_path):
-    root = tmp_path / "tiny-imagenet-200"
-    write_images(root, splits=("train",))
-    for name in ("ape", "bee"):
-        (root / "train" / name / "images").mkdir()
-        for path in (root / "train" / name).glob("*.png"):
-            path.rename(path.parent / "images" / path.name)
-        (root / "train" / name / f"{name}_boxes.txt").write_text("0 0 1 1")
-    (root / "val" / "images").mkdir(parents=True)
-    for k in range(2):
-        Image.new("RGB", (64, 64), (k, k, k)).save(root / "val" / "images" / f"val_{k}.png")
-    listing = root / "val" / "val_annotations.txt"
-    listing.write_text("val_1.png\tbee\t0\t0\t1\t1\nval_0.png\tape\t0\t0\t1\t1\n")
-    arrays = data.image_folder(root, cache_folder=tmp_path / "cache")
-    assert arrays.train_y.tolist() == [0, 0, 0, 1, 1, 1] and arrays.test_y.tolist() == [1, 0]
-    assert arrays.test_x[:, 0, 0, 0].tolist() == [1, 0]
-    listing.write_text("val_0.png\tcat\n")
-    with pytest.raises(ValueError, match=r"val_annotations\.txt, line 1: no class 'cat' in train/"):
-        data.image_folder(root)
-    listing.write_text("val_7.png\tape\n")
-    with pytest.raises(ValueError, match=r"line 1: .*val_7\.png is not there"):
-        data.image_folder(root)
-
-
 def test_text_is_numbers_of_characters(tmp_path):
     text = data.load(write_text(tmp_path / "play.txt"))
     assert isinstance(text, data.Text) and text.name == "play" and text.channels == len(set("to be or not to be\n"))
@@ -422,8 +343,7 @@ def test_bad_texts_are_named(tmp_path):
         data.text_file(tmp_path / "bytes.txt")
 
 
-def test_load_knows_what_it_looks_at(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVENSTEP_CACHE", str(tmp_path / "cache"))
+def test_load_knows_what_it_looks_at(tmp_path):
     write_cifar(tmp_path / "all" / "cifar-10-batches-py")
     write_idx(tmp_path / "idx")
     write_images(tmp_path / "all" / "zoo", size=(40, 40))
@@ -489,7 +409,7 @@ def test_the_users_own_sets_can_be_read(tmp_path):
         arrays = data.cifar10(found["cifar"])
         assert torch.bincount(arrays.train_y).tolist() == [5000] * 10 and len(arrays.test_y) == 10_000
     if found["folder"]:
-        arrays = data.image_folder(found["folder"], cache_folder=tmp_path)
+        arrays = data.image_folder(found["folder"])
         assert len(arrays.classes) == len(arrays.train_y.unique()) and arrays.train_x.float().std() > 30
 
 

@@ -172,8 +172,7 @@ def test_what_other_data_of_the_same_name_gave_is_not_borrowed(quick, tmp_path):
         borrow(out, "fig2", list, mine)
 
 
-def test_images_are_the_ones_that_the_experiment_wants(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVENSTEP_CACHE", str(tmp_path / "cache"))
+def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
     assert "320 of 4,000" in images(QUICK).name and len(images(Options()).train_y) == 4000
     for folder in (tmp_path / "beside", tmp_path / "same"):
         write_cifar(folder / "cifar-10-batches-py")
@@ -186,7 +185,8 @@ def test_images_are_the_ones_that_the_experiment_wants(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="the experiments need images; this is a text"):
         images(Options(data=write_text(tmp_path / "play.txt")))
     with pytest.raises(UsageError, match="nothing known is there"):
-        images(Options(data=tmp_path / "cache"))
+        (tmp_path / "empty").mkdir()
+        images(Options(data=tmp_path / "empty"))
 
 
 # budget, names, command line
