@@ -75,7 +75,7 @@ def main(options: Options) -> int:
 
 
 def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record]:
-    """Run the comparisons; each record is kept and printed as soon as it is there, a failure does not end the others."""
+    """Run the comparisons; each record is kept and printed at once, and a failed one does not end the others."""
     found = []
     with display.bar(sum(s.rounds for s in wanted)) as bar:
         for setting in wanted:
