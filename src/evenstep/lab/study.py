@@ -44,14 +44,12 @@ def run(
 
     `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
     postgresql://…). Every process must be given the same trials. All records are added to `out`; `on_record` receives
-    those of this process, `on_other` the others. `on_wait` receives every second what is waited for, and "" when there is work again.
+    those of this process, `on_other` the others, `on_wait` every second what is waited for, and "" after the wait.
     `settings` are those of `sweep.side_by_side`.
     """
-    if message := records.mend(out):
-        warn(message)
     configs = [records.plain(config(trial, data)) for trial in trials]
     members = {key(one): trial for one, trial in zip(configs, trials, strict=True)}
-    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data)) & members.keys(), False
+    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data, warn)) & members.keys(), False
 
     def keep(name: str, record: records.Record, tell: OnRecord) -> None:
         if name not in kept:
