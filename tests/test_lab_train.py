@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import identity, reading, records, summary, trial
+from evenstep.lab import identity, reading, records, trial
 from evenstep.lab.commands import run_training, shared
 from evenstep.lab.evaluate import evaluate
 from evenstep.lab.methods import METHODS
@@ -181,18 +181,6 @@ def test_same_trial_same_numbers_and_options_reach_the_optimizer():
 
     assert losses() == losses()
     assert losses() != losses(momentum=0.9)
-
-
-def fake_record(method, lr, loss, diverged=False):
-    row = {"epoch": 1, "train_loss": loss, "diverged": diverged}
-    return {"config": {"method": method, "lr": lr}, "metrics": [row]}
-
-
-def test_best_run_is_the_lowest_that_did_not_diverge():
-    found = [fake_record("sg", 1.0, None, True), fake_record("sg", 0.1, 0.4), fake_record("sg", 0.01, 0.9)]
-    best = summary.best_runs([*found, fake_record("adam", 1e-3, 0.7), fake_record("adam", 1e-2, 0.1, True)])
-    assert best["sg"].record is found[1] and not best["sg"].at_edge
-    assert best["adam"].record["config"]["lr"] == 1e-3 and best["adam"].at_edge
 
 
 def trained_on(data, out, monkeypatch):
