@@ -5,7 +5,6 @@ alive. The lowest-numbered attempt that is alive or complete owns the member. An
 from this machine, or silent for `stale` seconds (clocks should agree to within that); then another process takes over.
 """
 
-import hashlib
 import os
 import threading
 import time
@@ -20,9 +19,8 @@ from .data import Arrays, Text
 from .summary import final_loss
 from .sweep import OnRecord, key, known, side_by_side
 from .trial import Trial, config
-from .usage import UsageError, first_line
 
-NAME, STALE = "evenstep", 120.0
+STALE = 120.0
 
 
 def run(
@@ -84,23 +82,10 @@ class Board:
     """The owner of each member, kept in the study; members have names."""
 
     def __init__(self, url: str, members: list[str], stale: float, warn: Callable[[str], None]) -> None:
-        """Join the study at `url` or create it; one that was created for other members is refused."""
         self.members, self.stale = members, stale
         self.mine: dict[str, int] = {}  # trial id of each member that this process is running
-        digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
-        try:
-            self.optuna, self.storage = study_storage.opened(url, warn)
-            self.states = self.optuna.trial.TrialState
-            study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
-            if NAME not in study.user_attrs:
-                study.set_user_attr(NAME, digest)
-            self.study_id, theirs = self.storage.get_study_id_from_name(NAME), study.user_attrs[NAME]
-        except UsageError:
-            raise
-        except Exception as error:  # drivers raise many kinds
-            raise UsageError(f"--study {url} cannot be opened ({first_line(error)})") from error
-        if theirs != digest:
-            raise UsageError(f"--study {url} holds another sweep; give the same data and options, or another study")
+        self.optuna, self.storage, self.study_id = study_storage.joined(url, members, warn)
+        self.states = self.optuna.trial.TrialState
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -132,13 +117,14 @@ class Board:
             mine = self.storage.create_new_trial(self.study_id, template_trial=template)
             attempts = [t for t in self._attempts() if t.user_attrs["member"] == name]
             owner = next((t._trial_id for t in attempts if self._counts(t)), None)
-            for attempt in attempts if owner == mine else []:  # the dead ones before it
-                if attempt._trial_id != mine:
+            if owner != mine:  # another process was faster
+                self._set(mine, self.states.FAIL)
+                continue
+            for attempt in attempts:
+                if attempt._trial_id != mine:  # a dead one
                     self._set(attempt._trial_id, self.states.FAIL)
-            if owner == mine:
-                self.mine[name] = mine
-                return name
-            self._set(mine, self.states.FAIL)  # another process was faster
+            self.mine[name] = mine
+            return name
         return None
 
     def finish(self, name: str, record: records.Record) -> None:

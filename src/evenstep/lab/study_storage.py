@@ -1,8 +1,9 @@
 """The storage of a study: a database, or a journal file that survives killed processes."""
 
+import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -10,10 +11,29 @@ from typing import IO, Any
 
 from . import records
 from .locking import locked
-from .usage import UsageError
+from .usage import UsageError, first_line
 
+NAME = "evenstep"
 JOURNAL = b'{"op_code":'  # the beginning of an Optuna journal
 KINDS = "a journal file (journal:///path, or a name that ends in .log or .journal) or a database (sqlite:///file.db, …)"
+
+
+def joined(url: str, members: Sequence[str], warn: Callable[[str], None]) -> tuple[Any, Any, int]:
+    """Optuna, the storage behind `url`, and the id of its study, created if need be; other members are refused."""
+    digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
+    try:
+        optuna, storage = opened(url, warn)
+        study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+        if NAME not in study.user_attrs:
+            study.set_user_attr(NAME, digest)
+        study_id, theirs = storage.get_study_id_from_name(NAME), study.user_attrs[NAME]
+    except UsageError:
+        raise
+    except Exception as error:  # drivers raise many kinds
+        raise UsageError(f"--study {url} cannot be opened ({first_line(error)})") from error
+    if theirs != digest:
+        raise UsageError(f"--study {url} holds another sweep; give the same data and options, or another study")
+    return optuna, storage, study_id
 
 
 def opened(url: str, warn: Callable[[str], None]) -> tuple[Any, Any]:
