@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from . import display, identity, reading, records, sweep
+from . import display, sweep
 from .data import Arrays, Text
 from .experiments.common import failures_expected
 from .records import Record
-from .trial import Trial, config
-from .usage import UsageError
+from .trial import Trial
 
 Runner = Callable[..., list[Record]]
 
@@ -24,8 +23,7 @@ def run_trials(
 
     `runner` is `study.run` with its study, or None for a sweep of this process alone.
     """
-    check(path, print)
-    have = finished(trials, data, path)
+    have = sweep.recorded(trials, data, path, print)
     if have:
         print(f"{len(have)} of {len(trials)} runs are in {path} already.")
     with display.bar(sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
@@ -62,32 +60,6 @@ def optional(what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         print(f"No {what}: {missing(error)}")
-
-
-def finished(trials: Sequence[Trial], data: Arrays | Text, path: Path) -> list[Record]:
-    """The trials' records in the file, in the trials' order; a damaged line is a UsageError."""
-    known = identity.by_key(_read(path).runs, data, path)
-    keys = [sweep.key(config(trial, data)) for trial in trials]
-    return [known[key] for key in keys if key in known]
-
-
-def check(path: Path, warn: Callable[[str], None]) -> None:
-    """Refuse a file that cannot take records; `warn` receives a line if its last line had to be repaired."""
-    if message := records.mend(path):
-        warn(message)
-    _read(path)
-    if path.exists():
-        with path.open("r+b"):
-            pass
-
-
-def _read(path: Path) -> reading.Reading:
-    found = reading.Reading()
-    if path.exists():
-        reading.read_file(path, str(path), found)
-    if found.faults:
-        raise UsageError(f"{found.faults[0]}; remove that line, or choose another --out")
-    return found
 
 
 @contextmanager

@@ -5,26 +5,22 @@ alive. The lowest-numbered attempt that is alive or complete owns the member. An
 from this machine, or silent for `stale` seconds (clocks should agree to within that); then another process takes over.
 """
 
-import hashlib
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import processes, records
+from . import processes, records, study_storage
 from .data import Arrays, Text
 from .summary import final_loss
 from .sweep import OnRecord, key, known, side_by_side
 from .trial import Trial, config
-from .usage import UsageError, first_line
 
-NAME, STALE = "evenstep", 120.0
-UNKNOWN = "give a journal file (journal:///path, or a name that ends in .log or .journal) or a database (sqlite:///…)"
+STALE = 120.0
 
 
 def run(
@@ -44,14 +40,12 @@ def run(
 
     `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
     postgresql://…). Every process must be given the same trials. All records are added to `out`; `on_record` receives
-    those of this process, `on_other` the others. `on_wait` receives every second what is waited for, and "" when there is work again.
+    those of this process, `on_other` the others, `on_wait` every second what is waited for, and "" after the wait.
     `settings` are those of `sweep.side_by_side`.
     """
-    if message := records.mend(out):
-        warn(message)
     configs = [records.plain(config(trial, data)) for trial in trials]
     members = {key(one): trial for one, trial in zip(configs, trials, strict=True)}
-    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data)) & members.keys(), False
+    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data, warn)) & members.keys(), False
 
     def keep(name: str, record: records.Record, tell: OnRecord) -> None:
         if name not in kept:
@@ -88,23 +82,10 @@ class Board:
     """The owner of each member, kept in the study; members have names."""
 
     def __init__(self, url: str, members: list[str], stale: float, warn: Callable[[str], None]) -> None:
-        """Join the study at `url` or create it; one that was created for other members is refused."""
         self.members, self.stale = members, stale
         self.mine: dict[str, int] = {}  # trial id of each member that this process is running
-        digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
-        try:
-            self.optuna, self.storage = _opened(url, warn)
-            self.states = self.optuna.trial.TrialState
-            study = self.optuna.create_study(storage=self.storage, study_name=NAME, load_if_exists=True)
-            if NAME not in study.user_attrs:
-                study.set_user_attr(NAME, digest)
-            self.study_id, theirs = self.storage.get_study_id_from_name(NAME), study.user_attrs[NAME]
-        except UsageError:
-            raise
-        except Exception as error:  # drivers raise many kinds
-            raise UsageError(f"--study {url} cannot be opened ({first_line(error)})") from error
-        if theirs != digest:
-            raise UsageError(f"--study {url} holds another sweep; give the same data and options, or another study")
+        self.optuna, self.storage, self.study_id = study_storage.joined(url, members, warn)
+        self.states = self.optuna.trial.TrialState
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -114,7 +95,7 @@ class Board:
         def beat() -> None:
             while not done.wait(self.stale / 6):
                 for trial_id in list(self.mine.values()):
-                    self._update(self.storage.set_trial_user_attr, trial_id, "alive", time.time())
+                    self._set(trial_id, alive=time.time())
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -124,7 +105,7 @@ class Board:
             done.set()
             thread.join()
             for trial_id in self.mine.values():
-                self._end(trial_id, self.states.FAIL)
+                self._set(trial_id, self.states.FAIL)
 
     def take(self) -> str | None:
         """A member that nobody owned and this process owns now; None if there is none."""
@@ -136,20 +117,19 @@ class Board:
             mine = self.storage.create_new_trial(self.study_id, template_trial=template)
             attempts = [t for t in self._attempts() if t.user_attrs["member"] == name]
             owner = next((t._trial_id for t in attempts if self._counts(t)), None)
-            for attempt in attempts if owner == mine else []:  # the dead ones before it
-                if attempt._trial_id != mine:
-                    self._end(attempt._trial_id, self.states.FAIL)
-            if owner == mine:
-                self.mine[name] = mine
-                return name
-            self._end(mine, self.states.FAIL)  # another process was faster
+            if owner != mine:  # another process was faster
+                self._set(mine, self.states.FAIL)
+                continue
+            for attempt in attempts:
+                if attempt._trial_id != mine:  # a dead one
+                    self._set(attempt._trial_id, self.states.FAIL)
+            self.mine[name] = mine
+            return name
         return None
 
     def finish(self, name: str, record: records.Record) -> None:
         """Put the record into the study, unless another process has taken the member over."""
-        trial_id = self.mine.pop(name)
-        self._update(self.storage.set_trial_user_attr, trial_id, "record", record)
-        self._end(trial_id, self.states.COMPLETE, [final_loss(record)])
+        self._set(self.mine.pop(name), self.states.COMPLETE, [final_loss(record)], record=record)
 
     def complete(self) -> dict[str, records.Record]:
         """The records of all finished members."""
@@ -166,35 +146,10 @@ class Board:
         silent = time.time() - attempt.user_attrs["alive"]
         return silent <= self.stale and not processes.is_gone(*attempt.user_attrs["process"])
 
-    def _end(self, trial_id: int, state: Any, values: list[float] | None = None) -> None:
-        self._update(self.storage.set_trial_state_values, trial_id, state, values)
-
-    def _update(self, change: Callable[..., Any], *arguments: Any) -> None:
+    def _set(self, trial_id: int, state: Any = None, values: list[float] | None = None, **attributes: Any) -> None:
         """Change a trial, unless it has ended."""
         with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
-            change(*arguments)
-
-
-def _opened(url: str, warn: Callable[[str], None]) -> tuple[Any, Any]:
-    """Optuna, and the storage behind `url`."""
-    try:
-        optuna, journal = (import_module(name) for name in ("optuna", "optuna.storages.journal"))
-    except ModuleNotFoundError as error:
-        raise UsageError(f'--study needs optuna ({error}): pip install "evenstep[lab]"') from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if url.startswith("journal://") or ("://" not in url and Path(url).suffix in (".log", ".journal")):
-        path = Path(url.removeprefix("journal://"))
-        lock = processes.JournalLock(path, warn)
-        lock.acquire()  # refuses a file that is no journal
-        lock.release()
-        return optuna, optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
-    if "://" not in url:
-        raise UsageError(f"--study {url} is no study; {UNKNOWN}")
-    how: dict[str, Any] = {}
-    if url.startswith("sqlite"):  # NullPool closes the file after each use
-        how = {"connect_args": {"timeout": 60}, "poolclass": import_module("sqlalchemy.pool").NullPool}
-    for wait in (0.1, 0.3, 1.0):  # processes that start together may all try to create the tables
-        with suppress(import_module("sqlalchemy.exc").DBAPIError):
-            return optuna, optuna.storages.RDBStorage(url, engine_kwargs=how)
-        time.sleep(wait)
-    return optuna, optuna.storages.RDBStorage(url, engine_kwargs=how)
+            for name, value in attributes.items():
+                self.storage.set_trial_user_attr(trial_id, name, value)
+            if state is not None:
+                self.storage.set_trial_state_values(trial_id, state, values)

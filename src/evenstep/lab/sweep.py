@@ -12,6 +12,7 @@ from .data import Arrays, Text
 from .identity import by_key
 from .parallel_trials import AT_ONCE, round_robin
 from .trial import OnEpoch, Trial, config, work
+from .usage import UsageError
 
 OnRecord = Callable[[records.Record], None]
 
@@ -37,9 +38,7 @@ def sweep(
     before each trial and may raise to begin no further one. `warn` receives a line if the file had to be repaired.
     """
     start = time.monotonic()
-    if message := records.mend(out):
-        warn(message)
-    found = known(out, data)
+    found = known(out, data, warn)
     missing = {key(config(t, data)): t for t in trials if key(config(t, data)) not in found}
 
     def to_run() -> Iterator[Trial]:
@@ -57,8 +56,7 @@ def sweep(
         found[key(kept["config"])] = kept
         if on_record is not None:
             on_record(kept)
-    wanted = [key(config(trial, data)) for trial in trials]
-    return [found[name] for name in wanted if name in found]
+    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
 
 
 def side_by_side(
@@ -81,9 +79,32 @@ def most_at_once(device: torch.device | str) -> int:
     return AT_ONCE.get(torch.device(device).type, 1)
 
 
-def known(out: Path, data: Arrays | Text) -> dict[str, records.Record]:
+def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[records.Record]:
+    """The records in a file; a line that is none is a UsageError.
+
+    A last line that a killed run left half-written is repaired first, which `warn` is told.
+    """
+    if not out.exists():
+        return []
+    if message := records.mend(out):
+        warn(message)
+    try:
+        return records.read(out)
+    except ValueError as error:
+        raise UsageError(f"{error}; remove that line, or choose another --out") from error
+
+
+def known(out: Path, data: Arrays | Text, warn: Callable[[str], None] = warnings.warn) -> dict[str, records.Record]:
     """The records in a file by configuration; runs on other data of the same name are a UsageError."""
-    return by_key(records.read(out) if out.exists() else [], data, out)
+    return by_key(finished(out, warn), data, out)
+
+
+def recorded(
+    trials: Sequence[Trial], data: Arrays | Text, out: Path, warn: Callable[[str], None] = warnings.warn
+) -> list[records.Record]:
+    """The records of those trials that are in the file, in the trials' order."""
+    found = known(out, data, warn)
+    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
 
 
 def key(config: dict) -> str:

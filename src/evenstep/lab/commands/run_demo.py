@@ -34,7 +34,7 @@ def main(
     options: Options, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, arrays: Arrays | Text | None = None
 ) -> int:
     """Run the demo and report the finished runs, even if the user stops it; the exit code."""
-    from .. import running
+    from .. import running, sweep
 
     usage.in_range(options.epochs, 1, 10_000, "--epochs")
     seed = usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
@@ -45,7 +45,7 @@ def main(
     trials = [shared.fitted(Trial(method, lr, seed, options.epochs), arrays) for method, lr in grid]
     with running.one_thread():
         stopped = running.run_trials(trials, arrays, path, device)
-    if finished := running.finished(trials, arrays, path):
+    if finished := sweep.recorded(trials, arrays, path):
         with running.optional("figure 2"):
             from .. import plots
 

@@ -25,7 +25,7 @@ class Options(shared.Setting):
 
 def main(options: Options) -> int:
     """Train from the last checkpoint on, and report; the exit code. Under torchrun only the first process reports."""
-    from .. import distributed, records, running, trial
+    from .. import distributed, records, running, sweep, trial
 
     wanted = shared.trial(options, options.method, usage.stepsize(options.lr, "--lr"), options.seed)
     device = usage.usable_device(options.device)
@@ -34,8 +34,7 @@ def main(options: Options) -> int:
     shared.try_out(wanted, arrays, device)
     out = usage.writable_folder(options.out)
     path, messages = out / "records.jsonl", list[str]()
-    running.check(path, messages.append)
-    finished = running.finished([wanted], arrays, path)
+    finished = sweep.recorded([wanted], arrays, path, messages.append)
     with running.one_thread(), distributed.joined(device) as mine:
         first = distributed.rank() == 0
         if first and messages:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import data, reading, records
+from .. import data, reading, records, sweep
 from ..identity import by_key, described, may_be_of
 from ..records import Record
 from ..trial import Trial
 from ..usage import UsageError
 
+Figure = Any  # matplotlib's, which is imported only to draw
 QUICK_IMAGES = 320  # training images of a quick run: five steps of 64; and one test image in ten
 TRIAL = {field.name for field in fields(Trial)} | {"data"}  # what a trial's configuration contains
 
@@ -91,18 +92,8 @@ def failures_expected() -> Iterator[None]:
 
 
 def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:
-    """The records in the file under the names of this version; a damaged line is a UsageError.
-
-    A last line that a killed run left half-written is repaired first, which `warn` is told.
-    """
-    if not out.exists():
-        return []
-    if message := records.mend(out):
-        warn(message)
-    try:
-        return [{**record, "config": renamed(record["config"])} for record in records.read(out)]
-    except ValueError as error:
-        raise UsageError(f"{error}; remove that line, or choose another --out") from error
+    """The records in the file, under the names of this version."""
+    return [{**record, "config": renamed(record["config"])} for record in sweep.finished(out, warn)]
 
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,9 @@ from torch import Tensor
 from ...math import change_of_variables as coordinates
 from ...math import constants
 from ..records import Record
-from .common import NOT_RUN, Claim, Options, Progress, Verdict, below, images, only, silent, stored
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, below, images, only, silent, stored
 from .fig2 import UNGUARDED
 from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 INPUTS, UNITS, ATOMS = 4, 3, 200
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -167,7 +164,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The bias against its formula, and training with and without it."""
     from .. import drawing
     from .panels import sensitivity

@@ -7,17 +7,14 @@ eq. 9 (one trust radius) and by eq. 10 (one per block). G is the Hessian, each c
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...math import stepsize
 from ..records import Record
-from .common import NOT_RUN, Claim, Options, Progress, Verdict, silent, stored
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, silent, stored
 
 START = (3.0, 3.0)
 STEPS = 100
@@ -146,7 +143,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The function with the trajectories on it, and its value against steps."""
     from .. import drawing
 

@@ -3,13 +3,13 @@
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..records import Record
 from ..summary import final_loss
-from .common import NOT_RUN, Claim, Options, Progress, Verdict, below, images, only, silent
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, below, images, only, silent
 from .tuning import (
     Contender,
     Entrant,
@@ -24,9 +24,6 @@ from .tuning import (
     trained,
     tuned,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 UNGUARDED = {"fresh_max": None, "trust": None}
 SG = Contender("SG", "sg", doubled(0.00625))
@@ -148,7 +145,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The paper's two panels, ours beside them, and what each stepsize gives."""
     from .. import drawing
     from .panels import curves, sensitivity

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,9 @@ from ..parallel_trials import WARM_UP, side_stream
 from ..records import Record
 from ..train import Training
 from ..trial import Trial
-from .common import Claim, Options, Progress, Verdict, failures_expected, images, only, silent, stored
+from .common import Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 from .fig2 import UNGUARDED
 from .tuning import guessing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EPOCHS, BATCH = 4, 128
 BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
@@ -183,7 +180,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The loss of the whole training set by epochs and by seconds."""
     from .. import drawing
 

@@ -5,17 +5,14 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..records import Record, dumps
-from .common import NOT_RUN, Claim, Options, Progress, Verdict, borrow, images, only, silent, spread
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, borrow, images, only, silent, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING
 from .tuning import Contender, Entrant, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STRENGTHS = (1e-4, 3e-4, 1e-3, 3e-3)
 PENALIZED = (WHITENING, GUARDED)
@@ -168,7 +165,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """Test accuracy by epoch, and by λ."""
     from .. import drawing
 

@@ -1,18 +1,15 @@
 """More examples (§4.3): whitening does well on a tenth of the images and, says the paper, badly on all of them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..data import Arrays
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, below, images, only, silent
+from .common import Claim, Figure, Options, Progress, Verdict, below, images, only, silent
 from .fig2 import UNGUARDED
 from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SG = Contender("SG", "sg", doubled(0.05, 4))
 BATCH_NORM = Contender("SG + batch norm", "batch-norm", doubled(0.05, 4))
@@ -103,7 +100,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """Training loss on both sets, and what each stepsize gives."""
     from .. import drawing
     from .panels import curves, sensitivity

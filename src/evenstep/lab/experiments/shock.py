@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,7 @@ import evenstep
 from ..data import Arrays
 from ..models import paper_cnn
 from ..records import Record
-from .common import NOT_RUN, Claim, Options, Progress, Verdict, failures_expected, images, only, silent, stored
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 
 OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -283,7 +280,7 @@ CLAIMS = (
 )
 
 
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The price of each shock, and the monitor's view of the largest one."""
     from .. import drawing
 
