@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import evenstep
 
 SUMS = 3  # operations per number of a layer's input: subtract the centre, add, square and add
-PASSES = 6  # operations per weight and position: multiply and add, in the forward pass and for two gradients
 WARM_UP = 3
 Call = Callable[[nn.Module], Tensor]  # a forward pass that ends in a loss
 
@@ -46,20 +45,6 @@ def state_floats(model: nn.Module) -> dict[str, float]:
     kept = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     optimizer.detach()
     return {"SGD": 0.0, "SGD with momentum": 1.0, "UnitStep": kept / trained, "AdamW": 2.0}
-
-
-def largest_share(model: nn.Module, coverage: Any) -> float:
-    """A bound on the arithmetic that whitening adds, from shapes alone: the largest share in any layer.
-
-    It is exact for a layer that is applied once per row of its input: Linear, or a convolution of stride 1.
-    """
-    shares = []
-    for layer in whitened(model, coverage).values():
-        weight = next(p for name, p in layer.named_parameters() if name in ("weight", "in_proj_weight"))
-        inputs = next(int(getattr(layer, a)) for a in ("in_features", "in_channels", "embed_dim") if hasattr(layer, a))
-        if weight.numel():
-            shares.append(SUMS * inputs / (PASSES * weight.numel()))
-    return max(shares, default=0.0)
 
 
 def whitened(model: nn.Module, coverage: Any) -> dict[str, nn.Module]:

@@ -46,9 +46,9 @@ def main(options: Options) -> int:
     for name, floats in diagnosis.state_floats(model).items():
         print(f"  {name:<22}{floats:>20.3f}{4 * floats * trained / 1e6:>17.3g}")
     if arguments is None:
-        share = diagnosis.largest_share(model, coverage)
-        print(f"\nArithmetic: sums over layer inputs add at most about {share:.2%} to forward and backward.")
-        print("Time: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to measure a step.")
+        print(
+            "\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to count and time a step."
+        )
         return 0
 
     args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)

@@ -135,14 +135,14 @@ def measured(records: list[Record]) -> Verdict:
 
 def disrupted(records: list[Record]) -> Verdict:
     """Training with the batch's own moments against earlier ones; "severely" means a quarter more loss."""
-    told, held = [], []
+    results, held = [], []
     for batch in BATCHES:
         mine = trainings(records, batch)
         running, own = at_best(mine, RUNNING), at_best(mine, OWN)
         if running and own:
-            told.append(f"batch {batch}: {outcome(own)} with its own, {outcome(running)} with earlier ones")
+            results.append(f"batch {batch}: {outcome(own)} with its own, {outcome(running)} with earlier ones")
             held.append(below([1.25 * loss for loss in losses(running)], losses(own)))
-    text = f"Training loss at the best stepsize, {'; '.join(told)}." if told else "Not run."
+    text = f"Training loss at the best stepsize, {'; '.join(results)}." if results else "Not run."
     return Verdict(None if not held else True if all(held) else False if False in held else None, text)
 
 

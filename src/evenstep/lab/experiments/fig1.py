@@ -61,7 +61,7 @@ def step(method: str, w: Tensor) -> Tensor:
 
 
 def trajectory(method: str, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Where a method goes from (3, 3)."""
+    """The points that a method visits from (3, 3)."""
     w = torch.tensor(START, dtype=torch.float64)
     rows = []
     for number in range(steps + 1):
@@ -95,7 +95,7 @@ def angle(record: Record) -> float:
 
 
 def direction(records: list[Record]) -> Verdict:
-    """Where SG and Newton's method point at first, and where the latter lands."""
+    """The first directions of SG and of Newton's method, and the point the latter reaches."""
     found = {r["config"]["name"]: r for r in records}
     if not METHODS.keys() <= found.keys():
         return NOT_RUN
@@ -111,14 +111,14 @@ def direction(records: list[Record]) -> Verdict:
 
 
 def lessons(records: list[Record]) -> Verdict:
-    """How long each method takes."""
+    """Steps until each method is near the optimum."""
     found = {r["config"]["name"]: arrival(r) for r in records}
     if not METHODS.keys() <= found.keys():
         return NOT_RUN
     counts = {name: math.inf if number is None else number for name, number in found.items()}
     held = max(counts["one radius (eq. 9)"], counts["a radius per block (eq. 10)"]) < counts["Newton, γ (eq. 8)"] / 2
-    told = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
-    return Verdict(held, f"Steps to within {NEAR} of the optimum: {told}.")
+    steps = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
+    return Verdict(held, f"Steps to within {NEAR} of the optimum: {steps}.")
 
 
 def table(records: list[Record]) -> list[list[str]]:

@@ -56,8 +56,8 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     return tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
 
-def told(records: list[Record], contender: Contender) -> str:
-    """A contender's result in a few words."""
+def summary(records: list[Record], contender: Contender) -> str:
+    """A contender's final loss and stepsize in a few words."""
     best = at_best(records, contender)
     return f"{contender.label} {outcome(best)}" + (f" at {best[0]['config']['lr']:g}" if best else "")
 
@@ -78,7 +78,9 @@ def left(records: list[Record]) -> Verdict:
     """SG divided by √(n·S) against SG."""
     held = below(losses(at_best(records, FAN_IN)), losses(at_best(records, SG)))
     verb = {True: "Lower", False: "Not lower", None: "Within the spread of seeds"}[held]
-    return Verdict(held, f"{verb}: {told(records, FAN_IN)}, {told(records, SG)} (training loss of the last epoch).")
+    return Verdict(
+        held, f"{verb}: {summary(records, FAN_IN)}, {summary(records, SG)} (training loss of the last epoch)."
+    )
 
 
 def slightly(records: list[Record]) -> Verdict:
@@ -86,7 +88,7 @@ def slightly(records: list[Record]) -> Verdict:
     lower, share = compared(records, BATCH_NORM, SG)
     held = None if lower and share <= 0.5 else lower
     more = " (more than slightly)" if held is None and lower else ""
-    return Verdict(held, f"{told(records, BATCH_NORM)}, {told(records, SG)}{portion(share)}{more}.")
+    return Verdict(held, f"{summary(records, BATCH_NORM)}, {summary(records, SG)}{portion(share)}{more}.")
 
 
 def right(records: list[Record]) -> Verdict:
@@ -94,10 +96,10 @@ def right(records: list[Record]) -> Verdict:
     lower, share = compared(records, WHITENING, BATCH_NORM)
     held = None if lower and share > 0.5 else lower
     less = " (lower, but not far)" if held is None and lower else ""
-    added = "; ".join(told(records, c) for c in OURS if c.mine(records))
+    added = "; ".join(summary(records, c) for c in OURS if c.mine(records))
     return Verdict(
         held,
-        f"{told(records, WHITENING)}, {told(records, BATCH_NORM)}{portion(share)}{less}. Ours: {added}.",
+        f"{summary(records, WHITENING)}, {summary(records, BATCH_NORM)}{portion(share)}{less}. Ours: {added}.",
     )
 
 
@@ -115,7 +117,7 @@ def canonical(records: list[Record]) -> Verdict:
         first_failure(records, CANONICAL),
     )
     warned = [r for r in mine if failure and best <= r["config"]["lr"] < failure and trained(r)]
-    text = f"{told(records, CANONICAL)}, the better of SG and batch norm {outcome(better)}. "
+    text = f"{summary(records, CANONICAL)}, the better of SG and batch norm {outcome(better)}. "
     if failure is None:
         return Verdict(None if fast else fast, text + "It failed at no stepsize tried.")
     if failure <= best:
@@ -124,7 +126,7 @@ def canonical(records: list[Record]) -> Verdict:
     return Verdict(
         None if fast is None else fast and soon,
         f"{text}It fails from {failure:g} on, {failure / best:.3g} times its best stepsize; the one before that still "
-        f"had {final_loss(max(warned, key=lambda r: r['config']['lr'])):.3f}; {told(records, GUARDED_CANONICAL)}.",
+        f"had {final_loss(max(warned, key=lambda r: r['config']['lr'])):.3f}; {summary(records, GUARDED_CANONICAL)}.",
     )
 
 

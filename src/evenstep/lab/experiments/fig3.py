@@ -109,7 +109,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 
 
 def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
-    """What all runs have in common."""
+    """The settings that all runs share."""
     size = {"width": 4} if options.quick else {}
     network = {"model": "alexnet", "model_options": {**size, "classes": len(arrays.classes)}, "augment": True}
     batch, epochs = (64, 2) if options.quick else (BATCH, EPOCHS)
@@ -117,7 +117,7 @@ def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
 
 
 def last_loss(record: Record) -> float:
-    """Of the whole training set after the last epoch; infinite if not finite, or above guessing."""
+    """Loss of the whole training set after the last epoch; infinite if not finite, or above guessing."""
     loss, first = record["metrics"][-1]["swept_loss"], {"config": record["config"]["first"]}
     return math.inf if loss is None or loss > guessing(first) else loss
 
@@ -128,7 +128,7 @@ def best(records: list[Record], name: str) -> Record:
 
 
 def pace(record: Record) -> float:
-    """Seconds per epoch once it goes its own way."""
+    """Seconds per epoch from the second on."""
     rows = record["metrics"][1:]
     return sum(row["seconds"] for row in rows) / len(rows)
 
@@ -139,9 +139,9 @@ def per_epoch(records: list[Record]) -> Verdict:
     if not {BATCH_NORM[0], *AFTERWARDS} <= names:
         return Verdict(None, "Not all runs are there.")
     theirs, ours = last_loss(best(records, BATCH_NORM[0])), last_loss(best(records, next(iter(AFTERWARDS))))
-    told = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
+    text = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
     held = None if ours == theirs == math.inf else ours <= CLOSE * theirs
-    return Verdict(held, f"Loss of the whole training set after the last epoch: {told}.")
+    return Verdict(held, f"Loss of the whole training set after the last epoch: {text}.")
 
 
 def per_second(records: list[Record]) -> Verdict:
@@ -150,9 +150,9 @@ def per_second(records: list[Record]) -> Verdict:
     if not {BATCH_NORM[0], *AFTERWARDS} <= names:
         return Verdict(None, "Not all runs are there.")
     paces = {name: pace(best(records, name)) for name in (BATCH_NORM[0], *AFTERWARDS)}
-    told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
+    text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
     return Verdict(
-        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {told}."
+        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {text}."
     )
 
 

@@ -30,12 +30,12 @@ SETTING = (
 
 
 def with_l2(contender: Contender, l2: float) -> Contender:
-    """The same with λ in the loss."""
+    """The contender with λ in the loss."""
     return replace(contender, label=f"{contender.label}, λ = {l2:g}", l2=l2)
 
 
 def error_rate(record: Record) -> float:
-    """Of the last epoch; 1 where the run failed."""
+    """Test error of the last epoch; 1 where the run failed."""
     accuracy = record["metrics"][-1].get("test_accuracy")
     return 1.0 if accuracy is None or not trained(record) else 1 - accuracy
 
@@ -104,12 +104,12 @@ def strengths(records: list[Record]) -> list[float]:
 
 
 def accuracies(records: list[Record], fresh: bool = True) -> list[float]:
-    """Of the last epoch; of the seeds that had no say in the choice, where there are such."""
+    """Test accuracy of the last epoch; with `fresh`, of the seeds that did not choose λ and the stepsize, if any."""
     wanted = records[1:] if fresh and len(records) > 1 else records
     return [1 - error_rate(r) for r in wanted]
 
 
-def told(records: list[Record], contender: Contender) -> str:
+def summary(records: list[Record], contender: Contender) -> str:
     """A contender's test accuracy with and without L2, in a few words."""
     plain, best = accuracies(at_best(records, contender)), chosen(records, contender)
     if not best:
@@ -124,7 +124,7 @@ def recovered(records: list[Record]) -> Verdict:
     if not (theirs and ours):
         return NOT_RUN
     held = statistics.fmean(ours) >= statistics.fmean(theirs) - CLOSE
-    both = "; ".join(told(records, contender) for contender in PENALIZED if contender.mine(records))
+    both = "; ".join(summary(records, contender) for contender in PENALIZED if contender.mine(records))
     return Verdict(held, f"Test accuracy: batch norm {spread(theirs)}; {both}.")
 
 

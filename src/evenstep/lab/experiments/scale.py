@@ -45,7 +45,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 
 
 def settings_for(arrays: Arrays, epochs: int, quick: bool) -> dict[str, Any]:
-    """What all runs on one set have in common."""
+    """The settings that all runs on one set share."""
     size = {"width": 4} if quick else {}
     options = {**size, "classes": len(arrays.classes)}
     batch, epochs = (32, max(1, epochs // EPOCHS)) if quick else (128, epochs)
@@ -59,7 +59,7 @@ def halves(records: list[Record]) -> tuple[list[Record], list[Record]]:
     return small, [r for r in records if r["config"]["epochs"] < longest]
 
 
-def told(records: list[Record]) -> str:
+def summary(records: list[Record]) -> str:
     """All contenders on one set, in a line."""
     shown = [(c.label, at_best(records, c)) for c in CONTENDERS]
     return ", ".join(f"{label} {outcome(best)}" for label, best in shown if best)
@@ -71,14 +71,14 @@ def few(records: list[Record]) -> Verdict:
     ours = losses(at_best(small, WHITENING))
     wins = [below(ours, losses(at_best(small, rival))) for rival in (SG, BATCH_NORM)]
     held = False if False in wins else None if None in wins else True
-    return Verdict(held, f"Training loss on {_name(small)}: {told(small)}.")
+    return Verdict(held, f"Training loss on {_name(small)}: {summary(small)}.")
 
 
 def many(records: list[Record]) -> Verdict:
-    """On the whole set, whitening against SG; and what the guards change."""
+    """On the whole set, whitening against SG."""
     _, whole = halves(records)
     held = below(losses(at_best(whole, SG)), losses(at_best(whole, WHITENING)))
-    return Verdict(held, f"Training loss on {_name(whole)}: {told(whole)}.")
+    return Verdict(held, f"Training loss on {_name(whole)}: {summary(whole)}.")
 
 
 def _name(records: list[Record]) -> str:

@@ -241,11 +241,11 @@ def harm(records: list[Record]) -> Verdict:
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
     guarded = [n for n in names if not n.startswith("unguarded")]
-    told = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
+    losses_with_guards = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
     return Verdict(
         not harmed[worst] < 2,
         f"Unguarded whitening after κ = {worst:g}: {harmed[worst]:.3g} times the loss without a shock. With guards, "
-        f"the worst of all κ: {told}.",
+        f"the worst of all κ: {losses_with_guards}.",
     )
 
 
