@@ -107,6 +107,7 @@ SETTINGS = {
     "sg, decayed": DECAYED,
     "unitstep, decayed": DECAYED,
     "whitened-adam, decayed": DECAYED,
+    "whitened-muon, decayed": DECAYED,
     "adam, augmented": {"augment": "crop+flip+cutout"},
     "batch-norm, large": {"model": "deep_net", "augment": True},
 }
@@ -136,13 +137,12 @@ def test_graphs_train_as_eager_steps_do(name, monkeypatch):
     for record in captured:
         losses = [[row["train_loss"] for row in r["metrics"]] for r in (record, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=0.03), name
-    if METHODS[method].capture_options is not None and (METHODS[method].tensor_lr or not one.decay_lr):
-        monkeypatch.undo()
-        with side_stream("cuda"):
-            training = trial.start(one, data, "cuda", capture=True)
-            training.finish()
-        graphs = training.step.graphs.values()
-        assert len(graphs) == 2 and all(graph.calls > parallel_trials.WARM_UP for graph in graphs)
+    monkeypatch.undo()
+    with side_stream("cuda"):
+        training = trial.start(one, data, "cuda", capture=True)
+        training.finish()
+    graphs = training.step.graphs.values()
+    assert len(graphs) == 2 and all(graph.calls > parallel_trials.WARM_UP for graph in graphs)
 
 
 @pytest.mark.gpu

@@ -15,10 +15,9 @@ import evenstep
 class Method:
     """One row of a comparison.
 
-    `optimizer(model, lr=…, **options)` builds the optimizer. `capture_options` are the options with which a step can be
-    captured in a CUDA graph (None: it cannot), `tensor_lr` says whether its lr may be a tensor, as a schedule needs
-    there. The default `stepsizes` are half a decade apart and bracket the best one for the demo: the paper's CNN at
-    batch 64 on the embedded images.
+    `optimizer(model, lr=…, **options)` builds the optimizer. With `capture_options` its step can be captured in a CUDA
+    graph and its lr can be a tensor; None if it cannot. The default `stepsizes` are half a decade apart and bracket the
+    best one for the demo: the paper's CNN at batch 64 on the embedded images.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Method:
     stepsizes: tuple[float, ...]
     batch_norm: bool = False
     capture_options: Mapping[str, Any] | None = field(default_factory=lambda: {"capturable": True})
-    tensor_lr: bool = True
 
 
 class PlainMuon(evenstep.Whitened):
@@ -78,7 +76,7 @@ METHODS: dict[str, Method] = {
         Method("unitstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
         Method("evenstep", evenstep.EvenStep.__name__, evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2)),
         Method("whitened-adam", "Whitened(AdamW)", _whitened(torch.optim.AdamW, betas=(0.9, 0.99)), DECADES),
-        Method("whitened-muon", "Whitened(Muon)", _whitened(torch.optim.Muon), MUON, tensor_lr=False),
-        Method("muon", "Muon", PlainMuon, MUON, tensor_lr=False),
+        Method("whitened-muon", "Whitened(Muon)", _whitened(torch.optim.Muon), MUON),
+        Method("muon", "Muon", PlainMuon, MUON),
     )
 }

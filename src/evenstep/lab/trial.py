@@ -55,10 +55,10 @@ def start(
     torch.manual_seed(trial.seed)
     if model is None:
         model = MODELS[trial.model](data.channels, batch_norm=method.batch_norm, **trial.model_options)
-    capture = capture and device.type == "cuda" and (method.tensor_lr or not trial.decay_lr)
-    if capture and method.capture_options is not None:
-        options = {**method.capture_options, **options}
-        lr = torch.tensor(lr, device=device) if trial.decay_lr else lr
+    capture = capture and device.type == "cuda" and method.capture_options is not None
+    if capture:
+        options = {**(method.capture_options or {}), **options}
+        lr = torch.tensor(lr, device=device) if trial.decay_lr else lr  # a graph reads a schedule's lr from a tensor
     optimizer = method.optimizer(model.to(device), lr=lr, **options)
     return Training(
         model,
@@ -70,7 +70,7 @@ def start(
         device=device,
         augment=trial.augment,
         schedule=linear_decay if trial.decay_lr else None,
-        capture=capture and method.capture_options is not None,
+        capture=capture,
     )
 
 

@@ -16,7 +16,6 @@ from ..methods import METHODS
 from ..models import MODELS
 from ..trial import Trial
 
-NONE = ""  # used by the bench until it drops tyro
 CLASSES = 10  # outputs of the networks unless told otherwise
 UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError, MemoryError)
 
