@@ -1,63 +1,79 @@
-"""The benchmark: it runs every contender, records ratios, and refuses what it does not know."""
+"""The benchmark times every contender, also of another version, records ratios, and refuses unknown names."""
 
 import sys
-import types
+from pathlib import Path
 
 import pytest
 
-from evenstep.lab import bench, bench_goals, cli, records
+import evenstep
+from evenstep.lab import bench, bench_goals, cli, records, usage
+from evenstep.lab.bench_contenders import load
 from evenstep.lab.bench_models import SUBJECTS
-from evenstep.lab.bench_tables import table
+from evenstep.lab.commands import run_bench as command
+
+SRC = Path(evenstep.__file__).parents[1]
+MLP = {"model": "mlp", "batch": 2, "rounds": 2, "width": 64}
 
 
-def test_a_comparison_has_a_row_per_contender(tmp_path):
-    setting = bench.Setting("gpt-tiny", ("sgd", "muon", "whitened-sgd", "evenstep", "batch-norm"), rounds=2)
+def call(*words):
+    """The exit code of `evenstep bench`."""
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", *map(str, words)])
+    return done.value.code
+
+
+def test_a_comparison_has_a_row_per_contender():
+    setting = bench.Setting("gpt-tiny", ("sgd", "muon", "whitened-sgd", "unitstep", "batch-norm"), rounds=2)
     seen = []
     record = bench.run(setting, seen.append, warm_up=1)
-    assert seen == [0, 1]
     rows = {row["contender"]: row for row in record["metrics"]}
-    assert list(rows) == ["sgd", "muon", "whitened-sgd", "evenstep"], "there is no batch norm in a transformer"
+    assert seen == [0, 1]
+    assert list(rows) == ["sgd", "muon", "whitened-sgd", "unitstep"], "there is no batch norm in a transformer"
     assert rows["sgd"]["ratio"] == 1 and all(row["seconds"] > 0 for row in rows.values())
-    assert rows["sgd"]["state_per_parameter"] == 0 < rows["evenstep"]["state_per_parameter"] < 0.05
-    assert "evenstep" in table(record)
+    assert rows["sgd"]["state_per_parameter"] == 0 < rows["unitstep"]["state_per_parameter"] < 0.05
+    assert {"torch", "device", "threads"} <= record["environment"].keys() and record["config"]["rounds"] == 2
+
+
+def test_ratios_are_taken_round_by_round_to_the_contenders_own_base():
+    times = {"sgd": [1.0, 2.0, 4.0], "adamw-fused": [2.0, 2.0, 2.0], "whitened-adamw": [2.0, 4.0, 6.0]}
+    assert bench.row("adamw-fused", times)["ratio"] == 1.0 and bench.row("adamw-fused", times)["base"] == "sgd"
+    row = bench.row("whitened-adamw", times)
+    assert (row["base"], row["ratio_low"], row["ratio"], row["ratio_high"]) == ("adamw-fused", 1.0, 2.0, 3.0)
+    row = bench.row("whitened-adamw", times | {"whitened-adamw@before": [1.0, 1.0, 1.0]})
+    assert row["new_over_old"] == [2.0, 4.0, 6.0]
+
+
+def test_another_version_is_timed_in_the_same_rounds():
+    record = bench.run(bench.Setting(contenders=("sgd", "unitstep", "whitened-adamw"), against=SRC, **MLP), warm_up=1)
+    rows = {row["contender"]: row for row in record["metrics"]}
+    assert list(rows)[-2:] == ["unitstep@before", "whitened-adamw@before"]
+    assert len(rows["unitstep"]["new_over_old"]) == 3 and "new_over_old" not in rows["sgd"]
+    assert record["config"]["against"] and str(SRC) not in str(record)
+    assert "new / old" in bench_goals.text(record)
+
+
+def test_another_version_shares_no_module_with_the_current_one():
+    before = load(SRC)
+    assert before is not evenstep and before.UnitStep is not evenstep.UnitStep
+    assert before.UnitStep.__mro__[1].__module__.startswith("evenstep_before.")
+    copies = [name for name in sys.modules if name.startswith("evenstep_before.")]
+    assert len(copies) > 20 and not any(".lab" in name for name in copies)
+    assert all("evenstep-before-" in sys.modules[name].__file__ for name in copies)
 
 
 def test_records_make_a_table_for_the_docs(tmp_path, capsys):
-    setting = bench.Setting("mlp", ("sgd", "evenstep"), batch=2, rounds=2, width=64)
-    records.append(tmp_path / "bench.jsonl", bench.run(setting, warm_up=1))
-    bench.main(["--table", str(tmp_path / "bench.jsonl")])
+    records.append(tmp_path / "bench.jsonl", bench.run(bench.Setting(contenders=("sgd", "unitstep"), **MLP), warm_up=1))
+    assert call("--table", tmp_path / "bench.jsonl") == 0
     head, line, row = capsys.readouterr().out.splitlines()
-    assert head == "| | sgd, ms | evenstep |" and line == "| --- | --- | --- |"
+    assert head == "| | sgd, ms | unitstep |" and line == "| --- | --- | --- |"
     assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
-
-
-def test_rivals_are_timed_where_they_can_be_imported(monkeypatch, capsys):
-    calls = []
-
-    class KFACPreconditioner:
-        def __init__(self, model):
-            calls.append(type(model).__name__)
-
-        def step(self):
-            calls.append("step")
-
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["--model", "mlp", "--contenders", "kfac", "--rounds", "2"])
-    assert "needs kfac-pytorch" in capsys.readouterr().err
-    found = types.SimpleNamespace(KFACPreconditioner=KFACPreconditioner)
-    monkeypatch.setitem(sys.modules, "kfac", types.SimpleNamespace(preconditioner=found))
-    monkeypatch.setitem(sys.modules, "kfac.preconditioner", found)
-    record = bench.run(bench.Setting("mlp", ("sgd", "kfac"), batch=2, rounds=2, width=64), warm_up=1)
-    assert calls == ["Sequential", "step", "step", "step"] and "kfac" in table(record)
-    assert record["metrics"][1]["state_per_parameter"] is None
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["paper-cnn", "mlp", "gpt-tiny"])
 def test_small_networks_train(name, half):
-    setting = bench.Setting(name, ("sgd",), batch=2, rounds=2, half=half)
-    record = bench.run(setting, warm_up=1)
-    assert record["metrics"][0]["seconds"] > 0 and ("bf16 weights" in table(record)) == half
+    record = bench.run(bench.Setting(name, ("sgd",), batch=2, rounds=2, half=half), warm_up=1)
+    assert record["metrics"][0]["seconds"] > 0 and ("bf16 weights" in bench_goals.text(record)) == half
 
 
 def test_large_networks_have_the_sizes_of_their_papers():
@@ -70,116 +86,133 @@ def test_large_networks_have_the_sizes_of_their_papers():
     assert 85e6 < counts["vit-b16"] < 87e6
 
 
-def test_sweeps_vary_one_thing_at_a_time():
-    found = bench.settings(bench.Setting("", ("sgd",)), ["mlp"], [], sweep=True)
-    varied = [{k: getattr(s, k) for k in ("width", "batch", "depth") if getattr(s, k) is not None} for s in found[1:]]
-    assert all(len(v) == 1 for v in varied) and {k for v in varied for k in v} == {"width", "batch", "depth"}
-    large = bench.settings(bench.Setting("", ("sgd",), device="cuda"), [], [], sweep=True)
-    sizes = [(s.width, s.batch, s.depth) for s in large]
-    usual = (4096, 4096, None)
-    assert usual in sizes and all(sum(a != b for a, b in zip(size, usual, strict=True)) <= 1 for size in sizes)
+@pytest.mark.parametrize(("device", "usual"), [("cpu", (None, None, None)), ("cuda", (4096, 4096, None))])
+def test_sweeps_vary_one_thing_at_a_time(device, usual):
+    found = [(s.width, s.batch, s.depth) for s in command.growth(bench.Setting("", ("sgd",), device=device))]
+    assert len(set(found)) > 8 and all(sum(a != b for a, b in zip(size, usual, strict=True)) <= 1 for size in found)
 
 
-def test_the_command_writes_records(tmp_path, capsys):
-    out = tmp_path / "bench"
-    with pytest.raises(SystemExit) as done:
-        cli.main(["bench", "--model", "mlp", "--contenders", "sgd", "evenstep", "--rounds", "2", "--out", str(out)])
-    assert done.value.code == 0 and len(records.read(out / "bench.jsonl")) == 1
-    assert "ratio" in capsys.readouterr().out
+def test_suites_name_every_row_of_their_device(monkeypatch):
+    monkeypatch.setattr(usage, "usable_device", lambda name: None)
+    rows = command.settings(command.Options(suite="gpu", against=SRC))
+    assert [(s.model, s.compiled) for s in rows] == [
+        ("resnet50", False), ("alexnet", False), ("gpt2-small", False), ("gpt2-small", True), ("vit-b16", True),
+        ("vit-b16", False),
+    ]  # fmt: skip
+    assert all(s.device == "cuda" and s.autocast and s.rounds == 12 and s.against == SRC for s in rows)
+    assert [s.channels_last for s in rows] == [True, False, False, False, False, False]
+    [one] = command.settings(command.Options(goals=True, model=("paper-cnn-4",), rounds=3, contenders=("sgd",)))
+    assert (one.model, one.threads, one.rounds, one.contenders) == ("paper-cnn-4", 1, 3, ("sgd",))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "resnet5"], "did you mean 'resnet50'?"),
-        (["--contenders", "evnstep"], "did you mean 'evenstep'?"),
-        (["--rounds", "0"], "--rounds must be between"),
-        (["--device", "nowhere"], "--device nowhere cannot be used here"),
-        (["--batch", "-3"], "--batch must be between 1 and 1000000; got -3"),
-        (["--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
-        (["--batch", "1", "--contenders", "batch-norm"], "--batch 1 is too small for batch-norm"),
-        (["--threads", "-1"], "--threads must be between 0 and 1024; got -1"),
-        (["--seed", "99999999999999999999999"], "--seed must be between 0"),
-        (["--contenders"], "--contenders is empty, so there is nothing to run"),
-        (["--model"], "--model is empty, so there is nothing to run; name a network, or add --sweep"),
-        (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
-        (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
-        (["--model", "mlp", "--contenders", "sgd", "kfac"], "needs kfac-pytorch"),
-        (["--model", "mlp", "--half", "--autocast"], "--half leaves nothing to --autocast"),
-        (["--goals", "--half", "--batch", "3"], "--goals says itself what is timed and how; leave out --batch, --half"),
-    ],
-)
-@pytest.mark.parametrize("main", [lambda words: cli.main(["bench", *words]), bench.main])
-def test_bad_input_is_one_line(main, arguments, said, capsys):
-    with pytest.raises(SystemExit) as done:
-        main(arguments)
+BAD_INPUT = [
+    (["--model", "resnet5"], "did you mean 'resnet50'?"),
+    (["--contenders", "unitstp"], "did you mean 'unitstep'?"),
+    (["--suite", "gpo"], "did you mean 'gpu'?"),
+    (["--rounds", "1"], "--rounds must be between"),
+    (["--device", "nowhere"], "--device nowhere cannot be used here"),
+    (["--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
+    (["--batch", "1", "--contenders", "batch-norm"], "--batch 1 is too small for batch-norm"),
+    (["--threads", "-1"], "--threads must be between 0 and 1024; got -1"),
+    (["--seed", "99999999999999999999999"], "--seed must be between 0"),
+    (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
+    (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
+    (["--model", "mlp", "--half", "--autocast"], "--half leaves nothing to --autocast"),
+    (["--goals", "--half", "--batch", "3"], "a suite has its own settings; leave out --batch, --half"),
+    (["--suite", "cpu", "--model", "alexnet"], "suite cpu has no row with --model alexnet"),
+    (["--against", "/nowhere"], "--against /nowhere holds no evenstep package; give the src folder"),
+    (["--table", "/nowhere"], "--table /nowhere: no record of bench there"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD_INPUT)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    assert call(*arguments) == 2
     error = capsys.readouterr().err
-    assert done.value.code == 2 and said in error and error.count("\n") == 1
+    assert said in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("of_command", [True, False])
-def test_contenders_that_a_network_cannot_have_are_named(of_command, tmp_path, capsys):
-    words = ["--model", "gpt-tiny", "--contenders", "batch-norm", "sgd", "sgd", "--rounds", "2"]
-    if of_command:
-        with pytest.raises(SystemExit):
-            cli.main(["bench", *words, "--out", str(tmp_path)])
-    else:
-        bench.main(words)
+def test_a_record_is_printed_and_kept_and_contenders_left_out_are_named(tmp_path, capsys):
+    out = tmp_path / "new" / "bench.jsonl"
+    words = ["--model", "gpt-tiny", "--contenders", "sgd", "batch-norm", "sgd", "--rounds", "2", "--records", out]
+    assert call(*words) == 0 and len(records.read(out)) == 1
     shown = capsys.readouterr().out
-    assert "gpt-tiny cannot have batch-norm, which is left out; its times are measured by sgd\n" in shown
-    assert shown.count("  sgd ") == 1
+    assert "gpt-tiny cannot have batch-norm, which is left out\n" in shown and shown.count("  sgd ") == 1
 
 
-def test_a_table_takes_records_measured_by_one_contender(tmp_path, capsys):
-    for name in ("sgd", "evenstep"):
-        setting = bench.Setting("mlp", (name,), batch=2, rounds=2, width=64)
-        records.append(tmp_path / "bench.jsonl", bench.run(setting, warm_up=1))
-    path = str(tmp_path / "bench.jsonl")
-    for words, said in (
-        ([path], "measured by sgd and evenstep"),
-        ([path, "--goals"], "none of these records is of what has a goal"),
-        ([str(tmp_path)], "no record of bench"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            bench.main(["--table", *words])
-        assert said in capsys.readouterr().err
+def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    real, out = bench.run, tmp_path / "bench.jsonl"
+
+    def run(setting, on_round):
+        if setting.batch == 4:
+            raise RuntimeError("out of memory")
+        return real(setting, on_round)
+
+    monkeypatch.setattr(bench, "run", run)
+    assert call("--model", "mlp", "--contenders", "sgd", "--rounds", "2", "--batch", "4", "2", "--records", out) == 1
+    assert "mlp, batch 4, eager: failed: out of memory" in capsys.readouterr().out
+    assert [record["config"]["batch"] for record in records.read(out)] == [2]
 
 
-def measured(model, device="cuda", state=0.002, **ratios):
+def test_a_table_takes_records_with_one_first_contender(tmp_path, capsys):
+    path = tmp_path / "bench.jsonl"
+    for name in ("sgd", "unitstep"):
+        records.append(path, bench.run(bench.Setting(contenders=(name,), **MLP), warm_up=1))
+    assert call("--table", path) == 2
+    assert "differ (sgd, unitstep)" in capsys.readouterr().err
+    assert call("--table", path, "--goals") == 2
+    assert "none of these records is of what has a goal" in capsys.readouterr().err
+
+
+def measured(model, device="cuda", state=0.002, versions=None, **ratios):
     """A record as the bench makes it."""
-    config = {"bench": True, **bench.asdict(bench.Setting(model, (), device, autocast=True, compiled=True))}
-    rows = [("sgd", 1.0), *((name.replace("_", "-"), ratio) for name, ratio in ratios.items())]
-    rows = [{"contender": name, "ratio": ratio, "state_per_parameter": state} for name, ratio in rows]
+    config = bench.Setting(model, (), device, autocast=device == "cuda", compiled=device == "cuda").config()
+    rows = [{"contender": name.replace("_", "-"), "ratio": ratio, "state_per_parameter": state}
+            | ({"new_over_old": versions} if versions else {}) for name, ratio in ratios.items()]  # fmt: skip
     return {"config": config, "metrics": rows}
 
 
-def test_goals_are_judged_by_the_newest_records_of_them():
-    old, new = (measured("gpt2-small", whitened_sgd=ratio, evenstep=1.02) for ratio in (1.0, 1.0201))
-    eager, small = (measured("gpt2-small", whitened_sgd=9.0, evenstep=9.0) for _ in range(2))
+def missed(found):
+    """The goals that these records miss."""
+    return [(row.what, row.contender, row.goal.column) for row in bench_goals.verdicts(found) if row.missed]
+
+
+def test_goals_are_judged_by_the_newest_measurement_of_each_contender():
+    old = measured("gpt2-small", sgd=1.0, unitstep=1.0, whitened_adamw=1.041)
+    new = measured("gpt2-small", sgd=1.0, unitstep=1.0281)
+    eager, small = (measured("gpt2-small", state=0.5, sgd=1.0, unitstep=9.0) for _ in range(2))
     eager["config"]["compiled"], small["config"]["batch"] = False, 2
-    rows = {row.what: row for row in bench_goals.verdicts([old, eager, new, small])}
-    assert rows["gpt2-small, compiled, bf16"].missed == ["whitened-sgd"]
-    assert rows["gpt2-small, eager, bf16"].missed == ["whitened-sgd", "evenstep"]
-    assert rows["vit-b16, compiled, bf16"].found == {} and len(rows) == 6
-    assert rows["gpt2-small, state beyond momentum, floats per parameter"].missed == []
-    lines = bench_goals.table(list(rows.values())).splitlines()
-    assert "| gpt2-small, compiled, bf16 | 1.01 | 1.02 | **1.020** | 1.020 |" in lines
-    assert "| vit-b16, compiled, bf16 | 1.01 | 1.02 | – | – |" in lines
+    assert missed([old, eager, new, small]) == [
+        ("gpt2-small, eager, bf16", "unitstep", "ratio"),
+        ("gpt2-small, eager, bf16", "unitstep", "state_per_parameter"),
+        ("gpt2-small, compiled, bf16", "unitstep", "ratio"),
+        ("gpt2-small, compiled, bf16", "whitened-adamw", "ratio"),
+    ]
+    lines = bench_goals.goals_table(bench_goals.verdicts([old, eager, new, small])).splitlines()
+    assert "| gpt2-small, compiled, bf16 | unitstep | 1.018 | 1.028 | **1.028** |" in lines
+    assert "| vit-b16, compiled, bf16 | unitstep | 1.015 | 1.025 | – |" in lines
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_a_version_that_is_one_percent_slower_fails():
+    fast, slow = (measured("vit-b16", versions=[0.9, ratio, 1.1], unitstep=1.0) for ratio in (1.009, 1.011))
+    assert missed([fast]) == [] and missed([slow]) == [("vit-b16, compiled, bf16", "unitstep", "new_over_old")]
+
+
 def test_a_goal_is_missed_that_batch_norm_meets_more_cheaply():
-    record = measured("paper-cnn", "cpu", whitened_sgd=1.03, evenstep=1.01, batch_norm=1.02)
-    record["config"] |= {"autocast": False, "compiled": False}
-    assert [row.missed for row in bench_goals.verdicts([record])] == [["whitened-sgd"], []]
+    record = measured("paper-cnn", "cpu", sgd=1.0, unitstep=1.13, whitened_sgd=1.2, batch_norm=1.15)
+    assert missed([record]) == [("paper-cnn, eager", "whitened-sgd", "ratio")]
 
 
-@pytest.mark.parametrize("of_command", [True, False])
-def test_goals_are_timed_and_judged_by_the_exit_code(of_command, monkeypatch, tmp_path, capsys):
-    for best, code in ((1e9, 0), (0.0, 1)):
-        monkeypatch.setitem(bench_goals.GOALS, "cpu", [bench_goals.Goal(best, best, {"model": "gpt-tiny"})])
-        words = ["--goals", "--rounds", "2", "--threads", "1"]
-        with pytest.raises(SystemExit) as done:
-            cli.main(["bench", *words, "--out", str(tmp_path)]) if of_command else sys.exit(bench.main(words))
-        shown = capsys.readouterr().out
-        assert done.value.code == code and "| gpt-tiny, eager |" in shown and shown.count("**") == 4 * code
+def test_records_of_version_0_1_are_read(tmp_path, capsys):
+    records.append(tmp_path / "old.jsonl", measured("paper-cnn", "cpu", sgd=1.0, evenstep=1.5, batch_norm=1.2))
+    assert call("--table", tmp_path / "old.jsonl", "--goals") == 1
+    assert "| paper-cnn, eager | unitstep | 1.120 | 1.200 | **1.500** |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "code"), [(1e9, 0), (0.0, 1)])
+def test_goals_are_timed_and_judged_by_the_exit_code(limit, code, monkeypatch, tmp_path, capsys):
+    goal = bench_goals.Goal("unitstep", 1.0, limit)
+    monkeypatch.setitem(bench_goals.SUITES, "cpu", (bench_goals.Row({"model": "gpt-tiny"}, (goal,)),))
+    assert call("--goals", "--rounds", "2", "--records", tmp_path / "bench.jsonl") == code
+    assert capsys.readouterr().out.count("**") == 2 * code

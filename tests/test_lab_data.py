@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import data, safe_pickle
-from evenstep.lab.data import cache, loading
+from data_files import BATCHES, cifar_batch, idx_bytes, write_cifar, write_idx, write_images, write_text
+from evenstep.lab import data, loader, safe_pickle
+from evenstep.lab.data import loading
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
 FASHION_SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's package
 USERS_DATA = Path(os.environ.get("EVENSTEP_DATA", "no such folder"))
-BATCHES = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
 
 
 def test_embedded_images_are_balanced_and_padded():
@@ -60,22 +60,6 @@ def test_damaged_embedded_file_is_named(tmp_path):
 def test_licence_lies_beside_the_images():
     text = resources.files("evenstep.lab").joinpath("assets", "fashion-mnist-LICENSE.txt").read_text(encoding="utf-8")
     assert "Zalando" in text and "MIT" in text
-
-
-def cifar_batch(count=4, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (count, 3072), dtype=np.uint8), rng.integers(0, 10, count).tolist()
-
-
-def write_cifar(folder, **replaced):
-    """A folder of small batch files; `replaced` gives the bytes of some of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    truth = {}
-    for seed, name in enumerate(BATCHES):
-        pixels, labels = truth[name] = cifar_batch(seed=seed)
-        content = pickle.dumps({b"batch_label": name.encode(), b"labels": labels, b"data": pixels}, protocol=2)
-        (folder / name).write_bytes(replaced.get(name, content))
-    return truth
 
 
 def python2_batch(pixels, labels):
@@ -223,24 +207,6 @@ def test_a_copy_of_cifar_is_called_one_unless_it_is_named(tmp_path, monkeypatch)
     assert data.cifar10(tmp_path).name == "CIFAR-10"
 
 
-def idx_bytes(array):
-    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
-
-
-def write_idx(folder, zipped=True, first=9, **replaced):
-    """A folder of MNIST's four files with a few images each; `replaced` gives the bytes of some of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng, truth = np.random.default_rng(0), {}
-    for half, count in (("train", 12), ("t10k", 5)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = np.array([first, 0, 0, 3, 0, 2, 7, 2, 5, 5, 1, 1][:count], np.uint8)
-        truth[half] = images, labels
-        for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
-            content = replaced.get(name.replace("-", "_"), idx_bytes(array))
-            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
-    return truth
-
-
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files_are_read_and_padded(tmp_path, zipped):
     truth = write_idx(tmp_path / "images", zipped)
@@ -291,26 +257,12 @@ def test_truncated_or_missing_idx_files_are_named(tmp_path):
         data.fashion_mnist(tmp_path)
 
 
-def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3):
-    """An ImageFolder of PNG files of one colour each; the colours by file."""
-    rng, colours = np.random.default_rng(0), {}
-    for split in splits:
-        for name in classes:
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for k in range(count):
-                path = folder / f"{k}.png"
-                colours[path] = tuple(rng.integers(0, 256, 3).tolist())
-                Image.new("RGB", size, colours[path]).save(path)
-    return colours
-
-
 def test_image_folder_is_decoded_resized_and_labelled_by_name(tmp_path):
     root = tmp_path / "zoo"
     colours = write_images(root, size=(50, 40))
     (root / "train" / "ape" / "Thumbs.db").write_text("not an image, and not named like one")
     (root / "train" / "ape" / ".hidden.png").write_text("nor this")
-    arrays = data.image_folder(root, size=16, cache_folder=tmp_path / "cache")
+    arrays = data.image_folder(root, size=16)
     assert arrays.name == "zoo (2 classes, 16x16)" and arrays.classes == ("ape", "bee")
     assert arrays.train_x.shape == (6, 3, 16, 16) and arrays.train_x.dtype == torch.uint8
     assert arrays.train_y.tolist() == arrays.test_y.tolist() == [0, 0, 0, 1, 1, 1]
@@ -323,69 +275,15 @@ def test_image_folder_cuts_the_middle_square(tmp_path):
     wide = np.zeros((8, 24, 3), np.uint8)
     wide[:, :8], wide[:, 8:16], wide[:, 16:] = 50, 100, 200
     Image.fromarray(wide).save(tmp_path / "zoo" / "train" / "ape" / "0.png")
-    assert (data.image_folder(tmp_path / "zoo", 8, tmp_path / "cache").train_x[0] == 100).all()
+    assert (data.image_folder(tmp_path / "zoo", 8).train_x[0] == 100).all()
 
 
 def test_other_modes_become_rgb(tmp_path):
     write_images(tmp_path / "zoo")
     for k, mode in enumerate(("L", "P", "RGBA")):
         Image.new("RGB", (32, 32), (51, 51, 51)).convert(mode).save(tmp_path / "zoo" / "val" / "bee" / f"{k}.png")
-    arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
+    arrays = data.image_folder(tmp_path / "zoo")
     assert (arrays.test_x[3:] == 51).all()
-
-
-def test_decoded_images_are_kept_until_a_file_changes(tmp_path, monkeypatch):
-    root, kept = tmp_path / "zoo", tmp_path / "cache"
-    write_images(root)
-    first = data.image_folder(root, cache_folder=kept)
-    (file,) = kept.iterdir()
-    assert file.suffix == ".npz"
-    monkeypatch.setattr(data.folder, "_decode", lambda *_: pytest.fail("decoded again"))
-    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
-    monkeypatch.undo()
-    Image.new("RGB", (32, 32), (1, 2, 3)).save(root / "train" / "ape" / "0.png")
-    assert data.image_folder(root, cache_folder=kept).train_x[0, :, 0, 0].tolist() == [1, 2, 3]
-    assert len(list(kept.iterdir())) == 2
-    data.image_folder(root, size=8, cache_folder=kept)
-    assert len(list(kept.iterdir())) == 3
-
-
-def test_damaged_cache_is_made_anew(tmp_path):
-    root, kept = tmp_path / "zoo", tmp_path / "cache"
-    write_images(root)
-    first = data.image_folder(root, cache_folder=kept)
-    (file,) = kept.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert torch.equal(data.image_folder(root, cache_folder=kept).train_x, first.train_x)
-    assert file.read_bytes() == whole
-
-
-def test_unwritable_cache_is_a_warning(tmp_path):
-    write_images(tmp_path / "zoo")
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="decoded images are not kept"):
-        arrays = data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "file" / "below")
-    assert len(arrays.train_y) == 6
-
-
-def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
-    def fail(file, **_):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(cache.np, "savez", fail)
-    with pytest.warns(UserWarning, match="disk full"):
-        cache.remembered(tmp_path / "a.npz", lambda: {"x": np.zeros(3)})
-    assert not list(tmp_path.iterdir())
-
-
-def test_cache_lies_where_the_environment_says(monkeypatch):
-    monkeypatch.setenv("EVENSTEP_CACHE", "/somewhere")
-    assert cache.folder() == Path("/somewhere")
-    monkeypatch.delenv("EVENSTEP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/users")
-    assert cache.folder() == Path("/users/evenstep")
 
 
 def jpeg(seed=0):
@@ -404,12 +302,11 @@ def jpeg(seed=0):
         (jpeg()[:30], ""),
     ],
 )
-def test_bad_image_is_named_and_nothing_is_kept(tmp_path, content, reason):
+def test_bad_image_is_named(tmp_path, content, reason):
     write_images(tmp_path / "zoo")
     (tmp_path / "zoo" / "val" / "bee" / "bad.jpg").write_bytes(content)
     with pytest.raises(ValueError, match=rf"bad\.jpg: not a readable image: .*{reason}"):
-        data.image_folder(tmp_path / "zoo", cache_folder=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        data.image_folder(tmp_path / "zoo")
 
 
 def test_image_folders_that_cannot_be_labelled(tmp_path):
@@ -431,35 +328,6 @@ def test_one_class_is_none(tmp_path):
         data.image_folder(tmp_path)
 
 
-def test_original_layout_of_tiny_imagenet(tmp_path):
-    root = tmp_path / "tiny-imagenet-200"
-    write_images(root, splits=("train",))
-    for name in ("ape", "bee"):
-        (root / "train" / name / "images").mkdir()
-        for path in (root / "train" / name).glob("*.png"):
-            path.rename(path.parent / "images" / path.name)
-        (root / "train" / name / f"{name}_boxes.txt").write_text("0 0 1 1")
-    (root / "val" / "images").mkdir(parents=True)
-    for k in range(2):
-        Image.new("RGB", (64, 64), (k, k, k)).save(root / "val" / "images" / f"val_{k}.png")
-    listing = root / "val" / "val_annotations.txt"
-    listing.write_text("val_1.png\tbee\t0\t0\t1\t1\nval_0.png\tape\t0\t0\t1\t1\n")
-    arrays = data.image_folder(root, cache_folder=tmp_path / "cache")
-    assert arrays.train_y.tolist() == [0, 0, 0, 1, 1, 1] and arrays.test_y.tolist() == [1, 0]
-    assert arrays.test_x[:, 0, 0, 0].tolist() == [1, 0]
-    listing.write_text("val_0.png\tcat\n")
-    with pytest.raises(ValueError, match=r"val_annotations\.txt, line 1: no class 'cat' in train/"):
-        data.image_folder(root)
-    listing.write_text("val_7.png\tape\n")
-    with pytest.raises(ValueError, match=r"line 1: .*val_7\.png is not there"):
-        data.image_folder(root)
-
-
-def write_text(path, length=20_000):
-    path.write_text(("to be or not to be\n" * length)[:length], encoding="utf-8")
-    return path
-
-
 def test_text_is_numbers_of_characters(tmp_path):
     text = data.load(write_text(tmp_path / "play.txt"))
     assert isinstance(text, data.Text) and text.name == "play" and text.channels == len(set("to be or not to be\n"))
@@ -475,8 +343,7 @@ def test_bad_texts_are_named(tmp_path):
         data.text_file(tmp_path / "bytes.txt")
 
 
-def test_load_knows_what_it_looks_at(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVENSTEP_CACHE", str(tmp_path / "cache"))
+def test_load_knows_what_it_looks_at(tmp_path):
     write_cifar(tmp_path / "all" / "cifar-10-batches-py")
     write_idx(tmp_path / "idx")
     write_images(tmp_path / "all" / "zoo", size=(40, 40))
@@ -542,7 +409,7 @@ def test_the_users_own_sets_can_be_read(tmp_path):
         arrays = data.cifar10(found["cifar"])
         assert torch.bincount(arrays.train_y).tolist() == [5000] * 10 and len(arrays.test_y) == 10_000
     if found["folder"]:
-        arrays = data.image_folder(found["folder"], cache_folder=tmp_path)
+        arrays = data.image_folder(found["folder"])
         assert len(arrays.classes) == len(arrays.train_y.unique()) and arrays.train_x.float().std() > 30
 
 
@@ -574,7 +441,7 @@ def test_batches_hold_every_example_once_in_a_seeded_order():
     arrays = small_arrays()
 
     def epoch(seed):
-        return list(data.batches(arrays, 4, torch.Generator().manual_seed(seed)))
+        return list(loader.epoch_batches(arrays, 4, torch.Generator().manual_seed(seed)))
 
     first, again, other = epoch(1), epoch(1), epoch(2)
     assert [len(y) for _, y in first] == [4, 4, 2]
@@ -587,7 +454,7 @@ def test_batches_hold_every_example_once_in_a_seeded_order():
 
 def test_crops_and_flips_against_a_loop():
     x = small_arrays(count=6).train_x
-    result = data.crop_and_flip(x, torch.Generator().manual_seed(3))
+    result = loader.crop_and_flip(x, torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(3)
     shift = torch.randint(0, 9, (2, 6, 1), generator=generator)
     mirrored = torch.randint(0, 2, (6, 1), generator=generator)
@@ -602,7 +469,7 @@ def test_crops_and_flips_against_a_loop():
 
 def test_cutout_hides_one_square_of_each_image():
     x = torch.ones(200, 2, 32, 32)
-    result = data.cutout(x, torch.Generator().manual_seed(0), side=8)
+    result = loader.cutout(x, torch.Generator().manual_seed(0), side=8)
     hidden = 1 - result
     assert torch.equal(hidden[:, 0], hidden[:, 1]), "the same place in every channel"
     rows, columns = hidden[:, 0].amax(2).sum(1), hidden[:, 0].amax(1).sum(1)
@@ -615,14 +482,14 @@ def test_augmentations_are_named():
     x = small_arrays(count=50).train_x.float()
 
     def made(how):
-        return data.augmented(x, torch.Generator().manual_seed(1), how)
+        return loader.augmented(x, torch.Generator().manual_seed(1), how)
 
     assert torch.equal(made(False), x)
     assert torch.equal(made(True), made("crop+flip"))
-    assert torch.equal(made("flip+crop"), data.crop_and_flip(x, torch.Generator().manual_seed(1)))
+    assert torch.equal(made("flip+crop"), loader.crop_and_flip(x, torch.Generator().manual_seed(1)))
     flipped = made("flip")
     same, mirrored = (flipped == x).flatten(1).all(1), (flipped == x.flip(3)).flatten(1).all(1)
     assert (same ^ mirrored).all() and same.any() and mirrored.any()
-    assert torch.equal(made("cutout"), data.cutout(x, torch.Generator().manual_seed(1)))
+    assert torch.equal(made("cutout"), loader.cutout(x, torch.Generator().manual_seed(1)))
     with pytest.raises(ValueError, match=r"augment must join some of crop, flip, cutout by '\+'; got 'rotate'"):
         made("crop+rotate")

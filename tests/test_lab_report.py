@@ -12,8 +12,8 @@ import pytest
 
 from evenstep.lab import (
     comparison,
-    figures,
     labels,
+    plots,
     reading,
     records,
     report,
@@ -24,7 +24,7 @@ from evenstep.lab import (
     usage,
     verdicts,
 )
-from evenstep.lab.commands import sweep as sweep_command
+from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.methods import METHODS
 from made_up import record
 
@@ -70,14 +70,14 @@ def sweep_of(*methods, seeds=(0, 1), **config):
 
 
 def test_page_shows_every_method_with_its_numbers(tmp_path):
-    path = write(tmp_path, *sweep_of("sg", "evenstep"))
+    path = write(tmp_path, *sweep_of("sg", "unitstep"))
     page = Page(path.read_text(encoding="utf-8"))
     assert path == tmp_path / "report.html"
-    for text in ("SG", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
+    for text in ("SGD", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
         assert any(text in shown for shown in page.texts), text
     assert [a["value"] for tag, a in page.tags if tag == "input"] == ["1.02"]
     data = json.loads(page.data)
-    assert [s["label"] for s in data[0]["series"]] == ["SG", "UnitStep"] and data[0]["series"][0]["best"] == 0.2
+    assert [s["label"] for s in data[0]["series"]] == ["SGD", "UnitStep"] and data[0]["series"][0]["best"] == 0.2
     assert sum(run["diverged"] for s in data[0]["series"] for run in s["runs"]) == 4
 
 
@@ -193,7 +193,7 @@ def with_row(**row):
         [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
         [record("sg", 0.1, [1.0], model_options=[3])],
         [record("sg", 0.1, [1.0], model_options="wide")],
-        [with_row(guarded_units="many")],
+        [with_row(other="many")],
     ],
 )
 def test_a_report_is_made_over_any_values(odd, tmp_path):
@@ -202,12 +202,12 @@ def test_a_report_is_made_over_any_values(odd, tmp_path):
 
 def test_figures_say_what_they_leave_out():
     found = comparison.compare([record("sg", 1e300, [1.0]), record("sg", 1.0, [1e-200]), record("sg", 0.5, [1.1])])
-    drawn = [draw(found).axes[0].get_xlabel() for draw in (figures.curves, figures.sensitivity)]
+    drawn = [draw(found).axes[0].get_xlabel() for draw in (plots.curves, plots.sensitivity)]
     assert drawn[0] == "epoch; not drawn: 1 outside 1e-100 to 1e+100" and "not drawn: 2 outside" in drawn[1]
 
 
 def test_what_ended_above_the_first_loss_is_shown_as_diverged(tmp_path):
-    found = comparison.compare([record("evenstep", 1e6, [3.4]), record("evenstep", 1e30, [2.307])])
+    found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])
     assert tables.tuned(found).rows[0][1] == tables.Cell("diverged", None)
     assert tables.tuning(found).rows[0][0] == tables.Cell("–", None) and found.target is None
 

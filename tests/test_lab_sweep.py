@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenstep.lab import comparison, identity, locking, records, sweep, together
+from evenstep.lab import comparison, identity, locking, records, sweep
 from evenstep.lab.data import Text, fashion_mnist_subset
-from evenstep.lab.trial import Trial
+from evenstep.lab.trial import Trial, run
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
 ARRAYS = small_arrays()
 TRIALS = [Trial("sg", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(4)]
-MEMBERS = [Trial("canonical", 1e-5 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(5)]
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # pytest-xdist is
 
 
@@ -35,11 +34,10 @@ def wanted(trials):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What was run, in order, part by part."""
-    parts, train, run = [], together._training, sweep.run
-    monkeypatch.setattr(together, "_training", lambda trials, *a: (parts.append(list(trials)), train(trials, *a))[1])
-    monkeypatch.setattr(sweep, "run", lambda trial, *a: (parts.append([trial]), run(trial, *a))[1])
-    return parts
+    """The trials that began, in order."""
+    begun, work = [], sweep.work
+    monkeypatch.setattr(sweep, "work", lambda trial, *a: (begun.append(trial), work(trial, *a))[1])
+    return begun
 
 
 def test_a_sweep_runs_what_is_missing_and_keeps_the_order(tmp_path, ran):
@@ -49,36 +47,39 @@ def test_a_sweep_runs_what_is_missing_and_keeps_the_order(tmp_path, ran):
     again = sweep.sweep([TRIALS[2], TRIALS[2], *TRIALS], ARRAYS, out)
     assert keys(again) == wanted([TRIALS[2], TRIALS[2], *TRIALS]) and again[0] == first[1]
     assert sorted(keys(records.read(out))) == sorted(wanted(TRIALS))
-    assert [t for part in ran for t in part] == [*TRIALS[1:3], TRIALS[0], TRIALS[3]]
+    assert ran == [*TRIALS[1:3], TRIALS[0], TRIALS[3]]
 
 
-def test_trials_that_are_alike_run_together(tmp_path, ran):
-    out, seen = tmp_path / "records.jsonl", []
-    mixed = [MEMBERS[0], TRIALS[0], *MEMBERS[1:], TRIALS[1]]
-    found = sweep.sweep(mixed, ARRAYS, out, members=3, on_epoch=lambda trial, row: seen.append((trial, row["epoch"])))
-    assert ran == [MEMBERS[:3], MEMBERS[3:], [TRIALS[0]], [TRIALS[1]]]
-    assert keys(found) == wanted(mixed) and {t.lr for t, _ in seen} == {t.lr for t in mixed} and len(seen) == len(mixed)
-    assert [r["environment"].get("together") for r in found] == [3, None, 3, 3, 2, 2, None]
+def test_trials_side_by_side_give_the_records_of_trials_by_themselves(tmp_path):
+    seen = []
+    found = sweep.sweep(
+        TRIALS, ARRAYS, tmp_path / "records.jsonl", at_once=3, on_epoch=lambda trial, row: seen.append(trial.lr)
+    )
+    assert sorted(seen) == sorted(t.lr for t in TRIALS) and {r["environment"]["at_once"] for r in found} == {3}
+    alone = [run(trial, ARRAYS) for trial in TRIALS]
+    for one, other in zip(found, alone, strict=True):
+        rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in r["metrics"]] for r in (one, other)]
+        assert rows[0] == rows[1] and one["config"] == other["config"]
 
 
-def test_what_fails_stops_nothing_else(tmp_path, monkeypatch):
-    """An ensemble and a trial that is alone; the others are run and recorded, then the first error comes."""
-    out = tmp_path / "records.jsonl"
-    broken = Trial("canonical", 1e-5, epochs=1, batch_size=5, options={"damping": 0.5}), Trial("sg", 0.5, epochs=1)
-    for name, method in (("ensemble", "_ensemble"), ("alone", "run")):
-        module = together if name == "ensemble" else sweep
-        really = getattr(module, method)
+def test_a_failing_trial_stops_no_other(tmp_path):
+    out, broken = tmp_path / "records.jsonl", Trial("sg", 0.1, epochs=1, batch_size=5, options={"momentum": -1.0})
+    with pytest.raises(ValueError, match="momentum"):
+        sweep.sweep([broken, *TRIALS], ARRAYS, out, at_once=2)
+    assert sorted(keys(records.read(out))) == sorted(wanted(TRIALS))
 
-        def failing(trials, *arguments, name=name, really=really):
-            if broken[0] in trials if name == "ensemble" else trials == broken[1]:
-                raise RuntimeError(name)
-            return really(trials, *arguments)
 
-        monkeypatch.setattr(module, method, failing)
-    trials = [broken[0], replace(broken[0], lr=2e-5), *MEMBERS, broken[1], *TRIALS]
-    with pytest.raises(RuntimeError, match="ensemble"):
-        sweep.sweep(trials, ARRAYS, out, at_once=2)
-    assert sorted(keys(records.read(out))) == sorted(wanted([*MEMBERS, *TRIALS]))
+def test_a_refusal_to_begin_lets_the_begun_trials_end(tmp_path):
+    out, begun = tmp_path / "records.jsonl", []
+
+    def begin(trial):
+        if len(begun) == 2:
+            raise TimeoutError
+        begun.append(trial)
+
+    with pytest.raises(TimeoutError):
+        sweep.sweep(TRIALS, ARRAYS, out, at_once=3, on_begin=begin)
+    assert begun == TRIALS[:2] and sorted(keys(records.read(out))) == sorted(wanted(TRIALS[:2]))
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path, ran):
@@ -102,14 +103,15 @@ def test_nothing_is_begun_after_the_budget(tmp_path, ran):
     assert keys(sweep.sweep(TRIALS, ARRAYS, out, budget=60)) == wanted(TRIALS)
 
 
+MANY = [Trial("sg", 0.01 * (k + 1), epochs=1, batch_size=5) for k in range(9)]
 KILLED = """
 import sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from evenstep.lab import sweep
-from test_lab_sweep import ARRAYS, MEMBERS, TRIALS
-sweep.sweep([*TRIALS, *MEMBERS], ARRAYS, Path(sys.argv[1]), members=2, on_record=lambda record: time.sleep(0.3))
+from test_lab_sweep import ARRAYS, MANY
+sweep.sweep(MANY, ARRAYS, Path(sys.argv[1]), at_once=2, on_record=lambda record: time.sleep(0.3))
 """
 
 
@@ -124,11 +126,10 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, ran):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     before = records.read(out)
-    found = sweep.sweep([*TRIALS, *MEMBERS], ARRAYS, out, members=2)
+    found = sweep.sweep(MANY, ARRAYS, out, at_once=2)
     assert 3 <= len(before) < 9 and records.read(out)[: len(before)] == before
-    assert sorted(keys(records.read(out))) == sorted(wanted([*TRIALS, *MEMBERS]))
-    assert keys(found) == wanted([*TRIALS, *MEMBERS])
-    assert len([t for part in ran for t in part]) == 9 - len(before)
+    assert sorted(keys(records.read(out))) == sorted(wanted(MANY)) and keys(found) == wanted(MANY)
+    assert len(ran) == 9 - len(before)
 
 
 def test_a_line_cut_short_is_mended_reported_and_kept(tmp_path, ran):
@@ -140,7 +141,7 @@ def test_a_line_cut_short_is_mended_reported_and_kept(tmp_path, ran):
     assert said == [f"{out}, line 2 was not written whole; it was moved to records.jsonl.damaged and counts as not run"]
     half = whole.splitlines()[1][:-19]
     assert (tmp_path / "records.jsonl.damaged").read_bytes() == half + b"\n"
-    assert keys(found) == keys(records.read(out)) == wanted(TRIALS[:2]) and ran[-1] == [TRIALS[1]]
+    assert keys(found) == keys(records.read(out)) == wanted(TRIALS[:2]) and ran[-1] == TRIALS[1]
     out.write_bytes(out.read_bytes()[:-1])
     with pytest.warns(UserWarning, match=r"line 2 had no line end; it was added"):
         sweep.sweep(TRIALS[:2], ARRAYS, out)
@@ -183,7 +184,7 @@ def test_processes_that_share_a_file_tear_no_line(tmp_path):
 
 def count_up(path):
     for _ in range(40):
-        with locking.beside(path):
+        with locking.lock_file(path):
             path.write_text(str(int(path.read_text()) + 1))
 
 
@@ -211,12 +212,12 @@ OTHERS = small_arrays(seed=1)  # of the same name
 
 def test_other_data_of_the_same_name_are_not_taken_for_these(tmp_path):
     out = tmp_path / "records.jsonl"
-    sweep.sweep(MEMBERS[:2] + TRIALS[:1], ARRAYS, out)
+    sweep.sweep(TRIALS[:1], ARRAYS, out)
     before = out.read_bytes()
     with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called random .*another --out") as e:
         sweep.sweep(TRIALS[:1], OTHERS, out)
     assert "\n" not in str(e.value) and out.read_bytes() == before
-    assert len(sweep.sweep(MEMBERS[:2] + TRIALS[:2], small_arrays(), out)) == 4  # the same again, read anew
+    assert len(sweep.sweep(TRIALS[:2], small_arrays(), out)) == 2  # the same again, read anew
 
 
 def test_records_without_a_digest_count_as_finished(tmp_path, ran):
@@ -225,7 +226,7 @@ def test_records_without_a_digest_count_as_finished(tmp_path, ran):
         records.append(out, {**record, "config": identity.without_digest(record["config"])})
     ran.clear()
     found = sweep.sweep(TRIALS[:3], ARRAYS, out)
-    assert ran == [[TRIALS[2]]] and [identity.DIGEST in r["config"] for r in found] == [False, False, True]
+    assert ran == [TRIALS[2]] and [identity.DIGEST in r["config"] for r in found] == [False, False, True]
     (together,) = comparison.comparisons(records.read(out))
     assert len(together.runs) == 3 and together.title.endswith("on random")
 

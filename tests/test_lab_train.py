@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import identity, reading, records, resumable, summary
-from evenstep.lab.commands import shared
-from evenstep.lab.commands import train as command
+from evenstep.lab import identity, reading, records, trial
+from evenstep.lab.commands import run_training, shared
 from evenstep.lab.evaluate import evaluate
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import deep_net, paper_cnn
@@ -169,8 +168,7 @@ def test_a_whole_file_is_not_written_to_and_blanks_at_the_end_are_no_damage(tmp_
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method):
-    trial = Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5)
-    record = run(trial, small_arrays(channels=1))
+    record = run(Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5), small_arrays(channels=1))
     assert record["config"]["method"] == method and record["config"]["data"] == "random"
     assert len(record["metrics"]) == 1 and not record["metrics"][0]["diverged"]
     json.dumps(record, allow_nan=False)
@@ -185,21 +183,9 @@ def test_same_trial_same_numbers_and_options_reach_the_optimizer():
     assert losses() != losses(momentum=0.9)
 
 
-def fake_record(method, lr, loss, diverged=False):
-    row = {"epoch": 1, "train_loss": loss, "diverged": diverged}
-    return {"config": {"method": method, "lr": lr}, "metrics": [row]}
-
-
-def test_best_run_is_the_lowest_that_did_not_diverge():
-    found = [fake_record("sg", 1.0, None, True), fake_record("sg", 0.1, 0.4), fake_record("sg", 0.01, 0.9)]
-    best = summary.best_runs([*found, fake_record("adam", 1e-3, 0.7), fake_record("adam", 1e-2, 0.1, True)])
-    assert best["sg"].record is found[1] and not best["sg"].at_edge
-    assert best["adam"].record["config"]["lr"] == 1e-3 and best["adam"].at_edge
-
-
 def trained_on(data, out, monkeypatch):
     monkeypatch.setattr(shared, "load", lambda options: data)
-    return command.main(command.Options(method="sg", lr="0.1", epochs=1, batch_size=5, out=out))
+    return run_training.main(run_training.Options(method="sg", lr="0.1", epochs=1, batch_size=5, out=out))
 
 
 def test_train_takes_no_other_data_of_the_same_name_for_its_own(tmp_path, monkeypatch):
@@ -214,9 +200,9 @@ def test_train_takes_no_other_data_of_the_same_name_for_its_own(tmp_path, monkey
 
 
 def test_train_goes_on_from_a_checkpoint_without_a_digest(tmp_path, monkeypatch):
-    really = resumable.config
+    really = trial.config
     with monkeypatch.context() as before:
-        before.setattr(resumable, "config", lambda *of: identity.without_digest(really(*of)))
+        before.setattr(trial, "config", lambda *of: identity.without_digest(really(*of)))
         assert trained_on(small_arrays(), tmp_path, before) == 0
     old = records.read(tmp_path / "records.jsonl")
     assert trained_on(small_arrays(), tmp_path, monkeypatch) == 0

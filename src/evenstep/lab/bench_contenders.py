@@ -1,20 +1,42 @@
-"""Whose training steps are timed: ours, torch's, and rivals where they are installed."""
+"""The optimizers whose steps are timed: ours, in one or two versions, and torch's."""
 
+import atexit
+import hashlib
 import importlib
+import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import evenstep
+from . import records, usage
 
-from . import usage
+BEFORE = "evenstep_before"  # the name under which another version of the package is imported
+MOMENTUM = 0.9
+LR = 1e-30  # so small that no weight moves: every contender times the same network
+RULE_LR = 1e-15  # for guarded rules: squares of smaller steps are denormal, which slows a CPU down
 
 
-class Muons(torch.optim.Optimizer):
-    """torch's Muon on matrices and AdamW on the rest, as Muon's users do."""
+class Contender(NamedTuple):
+    """`build(package, model)` makes the optimizer; its time is divided by that of the contender `base`.
+
+    Optimizers of `ours` come from the package, so that two versions of it can be compared.
+    """
+
+    build: Callable[[Any, nn.Module], Optimizer]
+    base: str = "sgd"
+    ours: bool = False
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's Muon on matrices and AdamW on the other parameters, as Muon's users combine them."""
 
     def __init__(self, model: nn.Module) -> None:
         matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -23,60 +45,73 @@ class Muons(torch.optim.Optimizer):
         super().__init__(model.parameters(), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Both."""
+        """Step both."""
         for part in self.parts:
             part.step()
 
 
-class KFAC(torch.optim.SGD):
-    """SGD behind kfac-pytorch's preconditioner, as its users write it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=LR, momentum=MOMENTUM)
-        self.preconditioner = peer("kfac.preconditioner").KFACPreconditioner(model)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Precondition, then step."""
-        self.preconditioner.step()
-        super().step()
+def sgd(_: Any, model: nn.Module) -> Optimizer:
+    """torch's SGD with momentum."""
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def peer(module: str) -> Any:
-    """A rival's package, or a clear word that it is missing."""
+def unit_step(package: Any, model: nn.Module) -> Optimizer:
+    """UnitStep, which version 0.1 called EvenStep."""
+    cls = getattr(package, "UnitStep", None) or package.EvenStep
+    return cls(model, lr=LR, momentum=MOMENTUM)
+
+
+CONTENDERS = {
+    "sgd": Contender(sgd),
+    "batch-norm": Contender(sgd),  # on the network with batch norm
+    "adamw-fused": Contender(lambda _, model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
+    "muon": Contender(lambda _, model: MuonAndAdamW(model)),
+    "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
+    "unitstep": Contender(unit_step, ours=True),
+    "whitened-adamw": Contender(
+        lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
+        base="adamw-fused",
+        ours=True,
+    ),
+}
+
+
+def load(folder: Path) -> ModuleType:
+    """Import the `evenstep` package inside `folder` as `evenstep_before`, beside the current version.
+
+    The files are copied and the word `evenstep` is renamed in them, so that imports, Triton kernels, names of torch
+    operations and comparisons of module names all refer to the copy.
+    """
+    if BEFORE in sys.modules:
+        return sys.modules[BEFORE]
+    copy = Path(tempfile.mkdtemp(prefix="evenstep-before-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    shutil.copytree(package_in(folder), copy / BEFORE, ignore=shutil.ignore_patterns("lab", "__pycache__"))
+    for path in (copy / BEFORE).rglob("*.py"):
+        path.write_text(re.sub(r"\bevenstep\b", BEFORE, path.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.path.insert(0, str(copy))
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = PEERS[module.partition(".")[0]]
-        raise usage.UsageError(f"this contender needs {package}, which cannot be imported ({error})") from error
+        return importlib.import_module(BEFORE)
+    finally:
+        sys.path.remove(str(copy))
 
 
-PEERS = {
-    "pytorch_optimizer": "the package pytorch_optimizer",
-    "kfac": "kfac-pytorch (from its repository; the package kfac is another)",
-    "singd": "the package singd",
-}
-MOMENTUM = 0.9
-LR = 1e-30  # all contenders are to time the same network, not what they make of it; 1e-9 moves one whose signals vanish
-RULE_LR = 1e-15  # of a rule that is guarded: squares of its steps are to be numbers, too, or processors take longer
-CONTENDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
-    "adamw-fused": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, fused=True),
-    "muon": Muons,
-    "whitened-sgd": lambda m: evenstep.WhitenedSGD(m, lr=LR, momentum=MOMENTUM),
-    "evenstep": lambda m: evenstep.UnitStep(m, lr=LR, momentum=MOMENTUM),
-    "evenstep-loop": lambda m: evenstep.UnitStep(m, lr=LR, momentum=MOMENTUM, foreach=False),
-    "whitened-adamw": lambda m: evenstep.Whitened(m, torch.optim.AdamW, lr=RULE_LR, fused=True),
-    "batch-norm": lambda m: torch.optim.SGD(m.parameters(), lr=LR, momentum=MOMENTUM),
-    # rivals, where they are installed
-    "shampoo": lambda m: peer("pytorch_optimizer").ScalableShampoo(m.parameters(), lr=LR),
-    "soap": lambda m: peer("pytorch_optimizer").SOAP(m.parameters(), lr=LR),
-    "kfac": KFAC,
-    "singd": lambda m: peer("singd.optim.optimizer").SINGD(m, lr=LR, momentum=MOMENTUM),
-}
-NEEDS = {
-    "shampoo": "pytorch_optimizer",
-    "soap": "pytorch_optimizer",
-    "kfac": "kfac.preconditioner",
-    "singd": "singd.optim.optimizer",
-}
-ELSEWHERE = {"kfac", "singd"}  # keep their factors outside `state`
+def package_in(folder: Path) -> Path:
+    """The package inside `folder`; a UsageError if there is none."""
+    if not (folder / "evenstep" / "__init__.py").is_file():
+        raise usage.UsageError(
+            f"--against {folder} holds no evenstep package; give the src folder of another checkout, made for example "
+            "by git worktree add ../before COMMIT"
+        )
+    return folder / "evenstep"
+
+
+def identity(folder: Path) -> str:
+    """Commit of the package in `folder`, or else a digest of its files; EVENSTEP_AGAINST_COMMIT can name it."""
+    root = package_in(folder)
+    if commit := records.commit(folder.resolve().parent, "EVENSTEP_AGAINST_COMMIT"):
+        return commit
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return f"files {digest.hexdigest()[:12]}"

@@ -1,93 +1,170 @@
-"""What a training step may cost: where its ratio to SGD's is to be, and what it must not exceed.
+"""Suites of the benchmark with their goals, and tables of its records.
 
-`evenstep bench --goals` measures those of a device; with `--table FILE`, the module `bench` judges records instead.
+`evenstep bench --suite gpu` measures a suite, `--goals` compares it with its goals, `--table FILE` reads records.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .bench_tables import title
+from . import usage
+from .labels import markdown_table
 from .records import Record
-
-OURS = ("whitened-sgd", "evenstep")
 
 
 class Goal(NamedTuple):
-    """What steps of one network may cost, as ratios to SGD with the same momentum, guards on."""
+    """What a contender should reach in a column of its row, and above what it fails; None: batch norm in the record."""
 
+    contender: str
     best: float
-    limit: float
-    how: dict[str, Any]  # fields of bench.Setting
+    limit: float | None
+    column: str = "ratio"
 
 
-GOALS = {
-    "cuda": [
-        Goal(1.01, 1.03, {"model": "resnet50", "autocast": True, "channels_last": True}),
-        Goal(1.02, 1.04, {"model": "alexnet", "autocast": True}),
-        Goal(1.01, 1.03, {"model": "gpt2-small", "autocast": True}),
-        Goal(1.01, 1.02, {"model": "gpt2-small", "autocast": True, "compiled": True}),
-        Goal(1.01, 1.02, {"model": "vit-b16", "autocast": True, "compiled": True}),
-    ],
-    "cpu": [Goal(1.05, 1.08, {"model": "paper-cnn"}), Goal(1.02, 1.03, {"model": "paper-cnn-4"})],
+class Row(NamedTuple):
+    """One comparison of a suite: fields of `bench.Setting` beside those of the suite, and goals."""
+
+    how: dict[str, Any]
+    goals: tuple[Goal, ...] = ()
+
+    def config(self, suite: str) -> dict[str, Any]:
+        """What a record of this row has among its settings."""
+        return {**USUAL, **ON[suite], **self.how}
+
+
+def _unit(best: float) -> Goal:
+    """UnitStep may take as long as it did, and 1 % of SGD's step more."""
+    return Goal("unitstep", best, best + 0.01)
+
+
+ADAMW = Goal("whitened-adamw", 1.02, 1.04)
+STATE = Goal("unitstep", 0.01, 0.02, "state_per_parameter")
+VERSIONS = Goal("", 1.0, 1.01, "new_over_old")  # for every contender of the suite gpu that is timed in two versions
+CONTENDERS = {
+    "gpu": ("sgd", "unitstep", "whitened-sgd", "adamw-fused", "whitened-adamw"),
+    "cpu": ("sgd", "unitstep", "whitened-sgd", "batch-norm"),
 }
-CONTENDERS = {"cuda": ("sgd", *OURS), "cpu": ("sgd", *OURS, "batch-norm")}
-STATE = Goal(0.01, 0.02, {"model": "gpt2-small"})  # floats per parameter beyond momentum
-USUAL = {"compiled": False, "autocast": False, "channels_last": False, "batch": None, "width": None, "depth": None}
+ON = {"gpu": {"device": "cuda", "autocast": True, "rounds": 12}, "cpu": {"device": "cpu", "threads": 1, "rounds": 200}}
+SUITES = {
+    "gpu": (
+        Row({"model": "resnet50", "channels_last": True}, (_unit(1.008), ADAMW)),
+        Row({"model": "alexnet"}, (_unit(1.025),)),
+        Row({"model": "gpt2-small"}, (_unit(1.009), ADAMW, STATE)),
+        Row({"model": "gpt2-small", "compiled": True}, (_unit(1.018), ADAMW)),
+        Row({"model": "vit-b16", "compiled": True}, (_unit(1.015), ADAMW)),
+        Row({"model": "vit-b16"}),
+    ),
+    "cpu": (
+        Row({"model": "paper-cnn"}, tuple(Goal(name, 1.12, None) for name in ("unitstep", "whitened-sgd"))),
+        Row({"model": "paper-cnn-4"}, tuple(Goal(name, 1.03, 1.05) for name in ("unitstep", "whitened-sgd"))),
+    ),
+}
+USUAL = {**dict.fromkeys(("compiled", "autocast", "channels_last", "half"), False),
+         **dict.fromkeys(("batch", "width", "depth"))}  # fmt: skip
 
 
 class Verdict(NamedTuple):
-    """A goal, and what was measured of each of our optimizers."""
+    """A goal and the newest measurement of it, None if there is none."""
 
     what: str
+    contender: str
     goal: Goal
-    found: dict[str, float]
-    missed: list[str]  # who is above the limit, or not below batch norm where that was measured, too
+    limit: float | None
+    measured: float | None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the measurement is above what is allowed."""
+        return self.measured is not None and self.limit is not None and self.measured > self.limit
 
     def cells(self) -> list[str]:
         """A row of the table."""
-        digits = 4 if self.goal is STATE else 3
-        shown = {name: f"{value:.{digits}f}" for name, value in self.found.items()}
-        found = [f"**{shown[name]}**" if name in self.missed else shown.get(name, "–") for name in OURS]
-        return [self.what, f"{self.goal.best:.2f}", f"{self.goal.limit:.2f}", *found]
+        digits = 4 if self.goal.column == STATE.column else 3
+        value = "–" if self.measured is None else f"{self.measured:.{digits}f}"
+        limit = "batch norm's" if self.limit is None else f"{self.limit:.3f}"
+        said = {STATE.column: "floats of state per parameter", VERSIONS.column: "new / old"}
+        contender = ", ".join(filter(None, [self.contender, said.get(self.goal.column)]))
+        return [self.what, contender, f"{self.goal.best:.3f}", limit, f"**{value}**" if self.missed else value]
 
 
 def verdicts(found: Sequence[Record]) -> list[Verdict]:
-    """For each goal of the devices that records are from, what the newest record of it says; then the state's."""
-    by_sgd = [record for record in found if record["metrics"][0]["contender"] == "sgd"]
-    rows, state = [], None
-    for kind, goals in GOALS.items():
-        here = [record for record in by_sgd if str(record["config"]["device"]).partition(":")[0] == kind]
-        newest = [next((r for r in reversed(here) if is_about(r, goal)), None) for goal in goals]
-        if any(newest):
-            rows += [verdict(goal, record) for goal, record in zip(goals, newest, strict=True)]
-            state = next((r for r in newest if r and r["config"]["model"] == STATE.how["model"]), state)
-    if state is not None:
-        floats = ours(state, "state_per_parameter")
-        over = [name for name, value in floats.items() if value > STATE.limit]
-        rows.append(Verdict(f"{STATE.how['model']}, state beyond momentum, floats per parameter", STATE, floats, over))
+    """For each row of the suites that records are from, its goals beside the newest measurement of each contender."""
+    rows = []
+    for name, suite in SUITES.items():
+        records = [[record for record in found if is_of(record, name, row)] for row in suite]
+        if any(records):
+            rows += [v for row, same in zip(suite, records, strict=True) for v in _judged(row, name, same)]
     return rows
 
 
-def is_about(record: Record, goal: Goal) -> bool:
-    """Whether this is what the goal is for."""
-    config = record["config"]
-    return not config.get("half") and all(config.get(key) == value for key, value in (USUAL | goal.how).items())
+def is_of(record: Record, suite: str, row: Row) -> bool:
+    """Whether a record measures this row: on such a device, with these settings."""
+    config, wanted = {**USUAL, **record["config"]}, row.config(suite)
+    same = all(config[key] == wanted[key] for key in (*USUAL, "model"))
+    return same and str(config["device"]).partition(":")[0] == wanted["device"]
 
 
-def ours(record: Record, column: str) -> dict[str, float]:
-    """What was measured of our optimizers."""
-    return {row["contender"]: row[column] for row in record["metrics"] if row["contender"] in OURS}
+def _judged(row: Row, suite: str, records: Sequence[Record]) -> Iterator[Verdict]:
+    what = title(row.config(suite))
+    newest: dict[str, dict[str, Any]] = {}
+    for record in records:
+        lines = {line["contender"]: line for line in record["metrics"]}
+        norm = lines.get("batch-norm", {}).get("ratio")
+        newest |= {name: {**line, "norm": norm} for name, line in lines.items()}
+    for goal in row.goals:
+        line = newest.get(goal.contender, {})
+        limit = line.get("norm") if goal.limit is None else goal.limit
+        yield Verdict(what, goal.contender, goal, limit, line.get(goal.column))
+    for name, line in newest.items():
+        if suite == "gpu" and VERSIONS.column in line:
+            yield Verdict(what, name, VERSIONS, VERSIONS.limit, line[VERSIONS.column][1])
 
 
-def verdict(goal: Goal, record: Record | None) -> Verdict:
-    """What a record says of a goal."""
-    found = {} if record is None else ours(record, "ratio")
-    norms = [] if record is None else [r["ratio"] for r in record["metrics"] if r["contender"] == "batch-norm"]
-    limit = min([goal.limit, *norms])
-    return Verdict(title(USUAL | goal.how), goal, found, [name for name, value in found.items() if not value <= limit])
+def goals_table(rows: Sequence[Verdict]) -> str:
+    """The goals with what was measured: **bold** is above the limit, – was not measured."""
+    return markdown_table([["", "", "goal", "fails above", "measured"], *(row.cells() for row in rows)])
 
 
-def table(rows: Sequence[Verdict]) -> str:
-    """Goals, limits and what was measured; **bold** is above its limit, – was not measured."""
-    lines = [["", "goal", "limit", *OURS], ["---"] * (3 + len(OURS)), *(row.cells() for row in rows)]
-    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+def title(config: Mapping[str, Any]) -> str:
+    """The network and how it runs, in words."""
+    sizes = [f"{key} {config[key]}" for key in ("width", "depth", "batch") if config.get(key) is not None]
+    words = {"autocast": "bf16", "half": "bf16 weights", "channels_last": "channels_last"}
+    how = [word for key, word in words.items() if config.get(key)]
+    return ", ".join([config["model"], *sizes, "compiled" if config["compiled"] else "eager", *how])
+
+
+def text(record: Record) -> str:
+    """A record for the terminal: a line per contender."""
+    lines = [f"{title(record['config'])}, {record['environment']['device']}"]
+    for row in record["metrics"]:
+        memory, versions = row["step_memory"], row.get("new_over_old")
+        lines.append(
+            f"  {row['contender']:21} {1e3 * row['seconds']:9.3f} ms  ratio to {row['base']} {_ratio(row)}"
+            f"  state {row['state_per_parameter']:.4f}/parameter"
+            + (f"  step memory {memory / 2**20:.0f} MiB" if memory else "")
+            + (f"  new / old {_spread(*versions)}" if versions else "")
+        )
+    return "\n".join(lines)
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return _spread(row["ratio_low"], row["ratio"], row["ratio_high"])
+
+
+def _spread(low: float, middle: float, high: float) -> str:
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def table(found: Sequence[Record]) -> str:
+    """Records as a table for the docs: a row per comparison, the first contender's time, ratios of the others."""
+    first, *others = dict.fromkeys(record["metrics"][0]["contender"] for record in found)
+    if others:
+        raise usage.UsageError(
+            f"the first contenders of these records differ ({first}, {', '.join(others)}); a table takes one of them"
+        )
+    names = list(dict.fromkeys(row["contender"] for record in found for row in record["metrics"][1:]))
+    lines = [["", f"{first}, ms", *names]]
+    for record in found:
+        rows = {row["contender"]: row for row in record["metrics"]}
+        ratios = [_ratio(rows[name]) if name in rows else "" for name in names]
+        lines.append([title(record["config"]), f"{1e3 * rows[first]['seconds']:.2f}", *ratios])
+    return markdown_table(lines)

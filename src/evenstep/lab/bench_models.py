@@ -1,4 +1,4 @@
-"""The networks that step times are measured on, plain torch, built as their papers have them."""
+"""The networks on which steps are timed, in plain torch, as their papers describe them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,35 +10,20 @@ from torch.nn import functional
 from .models import paper_cnn
 
 
-def alexnet(classes: int = 1000) -> nn.Module:
+def alexnet() -> nn.Module:
     """AlexNet in one column, as torchvision has it, without dropout."""
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 11, 4, 2),
-        nn.ReLU(True),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(64, 192, 5, padding=2),
-        nn.ReLU(True),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(192, 384, 3, padding=1),
-        nn.ReLU(True),
-        nn.Conv2d(384, 256, 3, padding=1),
-        nn.ReLU(True),
-        nn.Conv2d(256, 256, 3, padding=1),
-        nn.ReLU(True),
-        nn.MaxPool2d(3, 2),
-        nn.Flatten(),
-        nn.Linear(256 * 36, 4096),
-        nn.ReLU(True),
-        nn.Linear(4096, 4096),
-        nn.ReLU(True),
-        nn.Linear(4096, classes),
-    )
+    modules: list[nn.Module] = []
+    sizes = [(3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1)]
+    for k, size in enumerate(sizes):
+        modules += [nn.Conv2d(*size), nn.ReLU(True)] + ([nn.MaxPool2d(3, 2)] if k in (0, 1, 4) else [])
+    dense = [m for size in (256 * 36, 4096) for m in (nn.Linear(size, 4096), nn.ReLU(True))]
+    return nn.Sequential(*modules, nn.Flatten(), *dense, nn.Linear(4096, 1000))
 
 
-def mlp(width: int = 256, depth: int = 4, classes: int = 10) -> nn.Module:
-    """Dense layers of one width with ReLUs, to show how cost grows."""
-    hidden = [m for _ in range(depth - 1) for m in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), *hidden, nn.Linear(width, classes))
+def mlp(width: int = 256, depth: int = 4) -> nn.Module:
+    """Dense layers of one width with ReLUs, to measure how the cost grows."""
+    hidden = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
 class Bottleneck(nn.Module):
@@ -63,7 +48,7 @@ class Bottleneck(nn.Module):
         return functional.relu(self.body(x) + self.short(x))
 
 
-def resnet50(norm: bool = True, classes: int = 1000) -> nn.Module:
+def resnet50(norm: bool = True) -> nn.Module:
     """ResNet-50, with batch norm or without any."""
     stem: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=not norm)]
     stem += [nn.BatchNorm2d(64)] if norm else []
@@ -72,15 +57,15 @@ def resnet50(norm: bool = True, classes: int = 1000) -> nn.Module:
         for k in range(depth):
             modules.append(Bottleneck(inputs, width, stride if k == 0 else 1, norm))
             inputs = 4 * width
-    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, classes))
+    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
 
 class Layer(nn.Module):
     """A pre-norm transformer layer."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal = width // 64, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -100,7 +85,7 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int = 50257, context: int = 1024, width: int = 768, depth: int = 12) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.layers = nn.Sequential(*(Layer(width, width // 64, True) for _ in range(depth)))
+        self.layers = nn.Sequential(*(Layer(width, causal=True) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.token.weight
         nn.init.normal_(self.token.weight, std=0.02)
@@ -112,16 +97,14 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """ViT-B/16 at 224x224, the mean of the tokens classified."""
+    """ViT-B/16 at 224x224: 12 layers of width 768; the mean of the tokens is classified."""
 
-    def __init__(
-        self, width: int = 768, depth: int = 12, classes: int = 1000, size: int = 224, patch: int = 16
-    ) -> None:
+    def __init__(self, width: int = 768) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
-        self.position = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
-        self.layers = nn.Sequential(*(Layer(width, width // 64, False) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.position = nn.Parameter(0.02 * torch.randn(1, 14**2, width))
+        self.layers = nn.Sequential(*(Layer(width, causal=False) for _ in range(12)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the classes."""
@@ -130,37 +113,38 @@ class ViT(nn.Module):
 
 
 class Subject(NamedTuple):
-    """A network to be timed: how it is built, with batch norm or without, and what it is fed."""
+    """A network to be timed and the shape of its usual batch; `norm`: `build` can add batch norm."""
 
     build: Callable[..., nn.Module]
     shape: tuple[int, ...]
     classes: int
     tokens: bool = False
-    norm: bool = False  # whether it can be built with batch norm
+    norm: bool = False
 
     def batch(self, batch: int | None, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Random data of this kind; `batch` examples, and for dense nets `width` inputs, instead of the usual."""
+        """Random data; `batch` examples, and for dense nets `width` inputs, instead of the usual."""
         shape = self.shape if batch is None else (batch, *self.shape[1:])
-        if width is not None and len(shape) == 2 and not self.tokens:
-            shape = shape[0], width
         if self.tokens:
             x = torch.randint(0, self.classes, shape, device=device)
             return x, x.roll(-1, 1)
+        if width is not None and len(shape) == 2:
+            shape = shape[0], width
         return torch.randn(shape, device=device), torch.randint(0, self.classes, shape[:1], device=device)
 
 
+def _cnn(norm: bool = False, width: int = 1) -> nn.Module:
+    return paper_cnn(batch_norm=norm, width=width)
+
+
+IMAGES = (256, 3, 224, 224)
 SUBJECTS = {
-    "paper-cnn": Subject(
-        lambda norm=False, width=1: paper_cnn(batch_norm=norm, width=width), (64, 3, 32, 32), 10, norm=True
-    ),
-    "paper-cnn-4": Subject(
-        lambda norm=False, width=4: paper_cnn(batch_norm=norm, width=width), (256, 3, 32, 32), 10, norm=True
-    ),
-    "alexnet": Subject(alexnet, (256, 3, 224, 224), 1000),
-    "resnet50": Subject(resnet50, (256, 3, 224, 224), 1000),
-    "resnet50-plain": Subject(lambda norm=False: resnet50(norm), (256, 3, 224, 224), 1000, norm=True),
+    "paper-cnn": Subject(_cnn, (64, 3, 32, 32), 10, norm=True),
+    "paper-cnn-4": Subject(lambda norm=False, width=4: _cnn(norm, width), (256, 3, 32, 32), 10, norm=True),
+    "alexnet": Subject(alexnet, IMAGES, 1000),
+    "resnet50": Subject(resnet50, IMAGES, 1000),
+    "resnet50-plain": Subject(lambda norm=False: resnet50(norm), IMAGES, 1000, norm=True),
     "vit-b16": Subject(ViT, (128, 3, 224, 224), 1000),
-    "gpt2-small": Subject(GPT, (16, 1024), 50257, True),
+    "gpt2-small": Subject(GPT, (16, 1024), 50257, tokens=True),
     "mlp": Subject(mlp, (128, 256), 10),
-    "gpt-tiny": Subject(lambda: GPT(512, 64, 128, 2), (8, 64), 512, True),
+    "gpt-tiny": Subject(lambda: GPT(512, 64, 128, 2), (8, 64), 512, tokens=True),
 }

@@ -1,123 +1,167 @@
 """The command line: `evenstep` or `python -m evenstep`; without arguments it runs the demo.
 
-Whatever cannot be done is told in one line on stderr and ends with code 2, also where the system refuses a file (a full
-disk, a folder in its place); Ctrl-C ends with 130.
+A request that cannot be carried out is one line on stderr and exit code 2, also where the system refuses a file. Ctrl-C
+ends with 130. A command is a module of `commands`: a frozen dataclass `Options`, whose fields are its arguments, and a
+function `main(options)` that returns the exit code.
 """
 
-import contextlib
+import argparse
+import ast
 import difflib
 import importlib
-import io
+import inspect
+import itertools
 import os
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Union, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from .commands import COMMANDS
 from .usage import UsageError, any_terminal, known_name, of_file
 
-EXTRAS = ("tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
-REWORDED = {
-    r"^Error parsing (\S+): invalid literal for int\(\) with base 10: ": r"\1 must be a whole number; got ",
-    r"^Error parsing (\S+): could not convert string to float: ": r"\1 must be a number; got ",
-    r"^Error parsing (\S+): Could not find valid parse for arguments: ": r"\1 cannot be read from ",
-    r"^Missing value for argument '(\S+)'\. Expected .*": r"\1 needs a value",
-    r"^Missing from evenstep (.*?): (\S+) (.*) \(required\)$": r"\1 needs \2: \3",
-}
+EXTRAS = ("rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
 DEFAULT = "demo"
-DESCRIPTION = f"Experiments with evenstep: optimizers in whitened coordinates. Without arguments: the {DEFAULT}."
+KINDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the arguments ask for, and leave with its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command in the arguments, and leave with its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     any_terminal()
     try:
-        code = run(given or [DEFAULT])
+        code = run(words or [DEFAULT])
         sys.stdout.flush()
     except UsageError as error:
         code = _fail(str(error), 2)
-    except BrokenPipeError:  # who read what we print has enough of it; nothing is to be flushed there at exit
+    except BrokenPipeError:  # the reader of our output has closed it: Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
         code = _fail(of_file(error), 2)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRAS:
-            raise
-        code = _fail(f'{error.name} is not installed; get what the experiments need: pip install "evenstep[lab]"', 1)
+        code = _fail(missing(error), 1)
     except KeyboardInterrupt:
         code = _fail("stopped", 130)
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command that the first argument names; the exit code."""
+    """Run the command that the first argument names; its exit code."""
     name, *rest = arguments
     if name in ("-h", "--help"):
-        return overview()
+        print(overview())
+        return 0
     command = _module(known_name(name, COMMANDS, "command"))
     return command.main(parse(name, command.Options, rest))
 
 
-def overview() -> int:
-    """Print what commands there are."""
-    import tyro
+def overview() -> str:
+    """All commands, a line each."""
+    lines = [f"  {name:<10} {_first_sentence(_module(name).Options)}" for name in COMMANDS]
+    head = f"usage: evenstep [{{{','.join(COMMANDS)}}}] [OPTION ...]   (default: {DEFAULT})"
+    return "\n".join([head, "", *lines, "", "evenstep COMMAND --help lists the options of a command."])
 
-    named = tuple(Annotated[_module(name).Options, tyro.conf.subcommand(name)] for name in COMMANDS)
-    every: Any = Union[named]  # noqa: UP007
-    default = _module(DEFAULT).Options()
-    return tyro.cli(every, prog="evenstep", description=DESCRIPTION, args=["--help"], default=default)
+
+def missing(error: ModuleNotFoundError) -> str:
+    """How to install the missing package; re-raises what is no optional package."""
+    if (error.name or "").partition(".")[0] not in EXTRAS:
+        raise error
+    return f'{error.name} is not installed; install what the experiments need: pip install "evenstep[lab]"'
 
 
 def parse(name: str, options: type[Any], arguments: list[str]) -> Any:
-    """A command's options from its arguments; a UsageError if they cannot be read."""
-    import tyro
-
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        try:
-            found, unknown = tyro.cli(options, prog=f"evenstep {name}", args=arguments, return_unknown_args=True)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-            unknown = [
-                word for word in arguments if word.startswith("--") and word.partition("=")[0] not in flags(options)
-            ]
-            if not unknown:
-                raise UsageError(f"{plain(told.getvalue())}; see evenstep {name} --help") from None
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].lstrip("-"), [flag.lstrip("-") for flag in flags(options)], n=1)
+    """A command's options from its arguments; a UsageError if they are wrong."""
+    parser = parser_of(name, options)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    words = [word.partition("=")[0] for word in arguments]
+    unknown = [word for word in words if word.startswith("--") and word not in flags]
+    found, more = (None, []) if unknown else parser.parse_known_args(arguments)
+    if unknown := unknown or more:
+        near = difflib.get_close_matches(unknown[0].lstrip("-"), [flag.lstrip("-") for flag in flags], n=1)
         hint = f"did you mean --{near[0]}?" if near else f"see evenstep {name} --help"
         raise UsageError(f"{name} does not know {unknown[0]!r}; {hint}")
-    return found
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(found).items()}
+    return options(**values)
 
 
-def flags(options: type[Any]) -> list[str]:
-    """The flags of a command, with their second names."""
-    found = ["--help"]
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        flag = name.replace("_", "-")
-        more = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
-        found += [f"--{flag}", *([f"--no-{flag}"] if hint is bool else []), *more]
-    return found
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        command = self.prog.removeprefix("evenstep ")
+        message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
+        message = message.replace("the following arguments are required:", f"{command} needs")
+        raise UsageError(f"{message.replace(': must be', ' must be')}; see {self.prog} --help")
 
 
-def plain(box: str) -> str:
-    """What tyro says inside a box, in one line and in our words."""
-    rows = [line.strip(" │|") for line in box.strip().splitlines()[1:]]  # the first is a title
-    rules = [k for k, row in enumerate(rows) if not row.strip("─-╰╯+ ")]
-    while rules and rules[0] == 0:  # where the terminal is not in UTF-8, a rule follows the title
-        rows, rules = rows[1:], [k - 1 for k in rules[1:]]
-    text = " ".join(" ".join(rows[: rules[0] if rules else None]).split())
-    for pattern, words in REWORDED.items():
-        text = re.sub(pattern, words, text)
-    return text.rstrip(".")
+def parser_of(name: str, options: type[Any]) -> argparse.ArgumentParser:
+    """The parser of a command: an argument for each field of `options`.
+
+    A field without a default is positional; a tuple takes several values. Its help is the string below the field, or
+    `help` in its metadata, where `metavar` and `flags` (further names) can be given too.
+    """
+    parser = _Parser(prog=f"evenstep {name}", description=inspect.getdoc(options), allow_abbrev=False)
+    texts, hints = field_texts(options), get_type_hints(options)
+    for field in fields(options):
+        kind = hints[field.name]
+        settings: dict[str, Any] = {"help": _help(field, texts), "metavar": field.metadata.get("metavar")}
+        if get_origin(kind) is tuple:
+            settings["nargs"] = "*"
+        base = next((k for k in (*get_args(kind), kind) if isinstance(k, type) and k is not type(None)), str)
+        settings["type"] = _reader(base)
+        if field.default is MISSING:
+            parser.add_argument(field.name, **{**settings, "metavar": settings["metavar"] or field.name.upper()})
+            continue
+        if kind is bool:
+            settings = {"help": settings["help"], "action": "store_true"}
+        flags = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
+        parser.add_argument(*flags, default=field.default, dest=field.name, **settings)
+    return parser
+
+
+def field_texts(options: type[Any]) -> dict[str, str]:
+    """The string below each field of a dataclass and its bases."""
+    texts: dict[str, str] = {}
+    for cls in reversed(options.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(below.value))
+    return texts
+
+
+def _help(field: Field, texts: dict[str, str]) -> str:
+    """The help of a field with its default, if it has one to show."""
+    text = field.metadata.get("help") or texts.get(field.name, "")
+    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    if field.default is MISSING:
+        text += " (required)"
+    elif field.default not in (None, False, ()):
+        text += f" (default: {default})"
+    return text.replace("%", "%%")
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    """`kind` with an error in plain words."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {KINDS.get(kind, kind.__name__)}; got {text!r}") from None
+
+    return kind if kind is Path else read
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"evenstep.lab.commands.{name}")
+    return importlib.import_module(f"evenstep.lab.commands.{COMMANDS[name]}")
+
+
+def _first_sentence(options: type[Any]) -> str:
+    return (inspect.getdoc(options) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs that can be compared: of one data set, network, length and batch size."""
+"""Comparisons: runs with the same data set, network, length, batch size and schedule."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ SETTING = ("data", "model", "epochs", "batch_size", "augment", "decay_lr", "mode
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs that can be compared, with what was computed from them; series by ascending best loss."""
+    """Runs that can be compared, with their metrics; series by ascending best loss."""
 
     runs: list[Record]
     series: list[Series]
@@ -20,11 +20,11 @@ class Comparison:
     summaries: list[Summary]
     l0: float | None
     target: float | None
-    digest: str | None = None  # of the data, where others have the same name
+    digest: str | None = None  # of the data, where two data sets have the same name
 
     @property
     def title(self) -> str:
-        """What was trained on what."""
+        """The network and its data."""
         config = self.runs[0]["config"]
         which = "" if self.digest is None else f" ({self.digest})"
         network = labels.model_label(config.get("model", "A network"))
@@ -32,24 +32,26 @@ class Comparison:
 
 
 def comparisons(runs: list[Record]) -> list[Comparison]:
-    """The runs as comparisons, in order of appearance; data of one name are told apart where their digests differ."""
-    found: dict[str, dict[str | None, list[Record]]] = {}
+    """The runs as comparisons, in order of appearance; data sets of one name are told apart by their digests.
+
+    Runs without a digest join the others, unless these have several.
+    """
+    settings: dict[str, dict[str | None, list[Record]]] = {}
     for run in runs:
-        same = found.setdefault(dumps({name: run["config"].get(name) for name in SETTING}), {})
+        same = settings.setdefault(dumps({name: run["config"].get(name) for name in SETTING}), {})
         digest = run["config"].get(DIGEST)
         same.setdefault(digest if isinstance(digest, str) else None, []).append(run)
-    return [one for same in found.values() for one in _of_each_data(same)]
-
-
-def _of_each_data(runs: dict[str | None, list[Record]]) -> list[Comparison]:
-    """Runs by the digest of their data: a comparison for each; those without one join the others, if these have one."""
-    if len(set(runs) - {None}) <= 1:
-        return [compare([run for same in runs.values() for run in same])]
-    return [replace(compare(same), digest=digest or "no digest") for digest, same in runs.items()]
+    found = []
+    for same in settings.values():
+        if len(set(same) - {None}) <= 1:
+            found.append(compare([run for runs in same.values() for run in runs]))
+        else:
+            found += [replace(compare(runs), digest=digest or "no digest") for digest, runs in same.items()]
+    return found
 
 
 def compare(runs: list[Record]) -> Comparison:
-    """What there is to say about runs that can be compared; one that was recorded twice counts once."""
+    """The comparison of runs that can be compared; one that was recorded twice counts once."""
     found = series(runs)
     runs = [run for s in found for run in s.all_runs]
     styles, l0 = labels.styles(found), initial_loss(runs)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def joined(device: torch.device | str) -> Iterator[torch.device]:
-    """Join the processes that torchrun started, if it did (WORLD_SIZE > 1); gives the device this one is to use."""
+    """Join the processes that torchrun started (WORLD_SIZE > 1), if it did; yields the device of this process."""
     device = torch.device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield device
@@ -27,17 +27,17 @@ def joined(device: torch.device | str) -> Iterator[torch.device]:
 
 
 def size() -> int:
-    """How many processes train together; 1 if none were joined."""
+    """The number of processes that train together; 1 if none were joined."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process among them; 0 is the one that records."""
+    """The rank of this process; rank 0 writes the records."""
     return distributed.get_rank() if size() > 1 else 0
 
 
 def wrapped(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """`model` with its gradients averaged over the processes in every backward pass."""
+    """`model`, with gradients averaged over the processes in every backward pass."""
     if size() == 1:
         return model
     device = torch.device(device)
@@ -45,12 +45,12 @@ def wrapped(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def share(batch: Tensor) -> Tensor:
-    """This process's part of a batch that all of them have drawn alike."""
+    """This process's part of a batch that all processes have drawn."""
     return batch.tensor_split(size())[rank()]
 
 
 def mean(value: Tensor) -> Tensor:
-    """The mean of `value` over the processes, without its history."""
+    """The mean of `value` over the processes, detached."""
     value = value.detach()
     if size() > 1:
         value = value.clone()

@@ -1,8 +1,6 @@
-"""How figures look. The only file that imports matplotlib, which others name in types alone.
+"""The style of all figures, and the one file that imports matplotlib; importers of it do so where they draw."""
 
-What has to run without it imports this file inside the function that draws.
-"""
-
+import warnings
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,11 +12,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from . import labels
 
 COLOURS = [light for light, _ in labels.COLOURS]
-MARKS = [letter for _, letter in labels.MARKERS]
+MARKS = list(labels.MARKERS.values())
 
 
 def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels side by side; `share` gives them the same axes."""
+    """A figure with `count` panels side by side; `share` gives them the same axes."""
     figure = Figure(figsize=(width * count, height), layout="constrained")
     axes = figure.subplots(1, count, sharex=share, sharey=share, squeeze=False)[0]
     for panel in axes:
@@ -28,26 +26,28 @@ def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = Fa
 
 
 def plain_log(axis: Axis) -> None:
-    """Ticks 1, 2, 5 times powers of ten, written as plain numbers."""
+    """Ticks at 1, 2, 5 times powers of ten, written as plain numbers."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def epoch_axis(axes: Axes) -> None:
-    """Epochs to the right, in whole numbers, be it a single one."""
+    """Whole epochs to the right, also if there is only one."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("epoch")
 
 
 def legend(axes: Axes) -> None:
-    """A small legend without a box, if there is something in it."""
+    """A small legend without a box, unless it would be empty."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8)
 
 
 def save(figure: Figure, path: Path, outlines: bool = True) -> Path:
-    """Write what the path's ending says; the same figure gives the same SVG, its letters as outlines or as text."""
-    with mpl.rc_context({"svg.hashsalt": "evenstep", "svg.fonttype": "path" if outlines else "none"}):
+    """Write the format that the path ends with; equal figures give equal SVGs, with letters as outlines or as text."""
+    fonts = mpl.rc_context({"svg.hashsalt": "evenstep", "svg.fonttype": "path" if outlines else "none"})
+    with fonts, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # the font lacks a letter of some name
         figure.savefig(path, dpi=160, metadata={"Date": None})
     return path

@@ -1,60 +1,45 @@
-"""How good networks are on the held-out part of the data, and how many of their hidden units are dead."""
+"""Loss and accuracy of a network on the held-out part of the data, and the share of its dead hidden units."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.nn import functional
 
 from .data import Arrays, Text
 
 CONTEXT = 128  # characters of text that a network sees
-IMAGES, WINDOWS = 500, 64  # in a batch
-AT_ONCE = 20_000  # images on a GPU, of all members that are looked at together
-
-Weights = Mapping[str, Tensor]
-Sums = tuple[Tensor, Tensor, Tensor]  # loss, right answers, and 1.0 for each unit that was not zero at least once
+IMAGES, IMAGES_ON_GPU, WINDOWS = 500, 2000, 64  # examples in a batch
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Arrays | Text, batch_size: int | None = None) -> dict[str, float]:
-    """Mean loss and accuracy on the held-out part, share of dead hidden units, in eval mode; the mode is restored.
+    """Mean loss and accuracy on the held-out part, and the share of dead hidden units, in eval mode.
 
-    A unit is an output of a ReLU module, a whole channel behind a convolution. It is dead if it is zero on every
-    example. Text is met in whole windows, and counted by characters. `data` must be on the model's device.
+    A unit is an output of a ReLU module, behind a convolution a whole channel; it is dead if it is zero on every
+    example. Text is read in whole windows, and counted by characters. `data` must be on the model's device. The model's
+    mode is restored.
     """
     was_training = model.training
     model.eval()
-    sums = _sums(partial(_look, model, {}), data, batch_size or _batch_size(data, 1))
+    sums = []
+    with _alive_units(model) as alive:
+        for x, y in _batches(data, batch_size or _batch_size(data)):
+            output = model(x).flatten(0, -2)
+            loss = functional.cross_entropy(output, y.flatten(), reduction="sum")
+            sums.append(torch.stack([loss, (output.argmax(1) == y.flatten()).sum().to(loss)]))
     model.train(was_training)
-    return _scores([sums], data)[0]
+    units = torch.cat([*alive.values(), sums[0].new_ones(0 if alive else 1)])
+    loss, correct, share = torch.cat([torch.stack(sums).sum(0), units.mean()[None]]).tolist()  # one transfer from a GPU
+    count = _windows(data) * CONTEXT if isinstance(data, Text) else len(data.test_y)
+    return {"test_loss": loss / count, "test_accuracy": correct / count, "dead_share": 1 - share}
 
 
-@torch.no_grad()
-def evaluate_members(
-    model: nn.Module, members: Weights, data: Arrays | Text, *, at_once: bool = False
-) -> list[dict[str, float]]:
-    """What `evaluate` gives for each member: `model`, in eval mode, with a row of the stacked parameters and buffers.
-
-    With `at_once` all members meet a batch together, under `vmap`.
-    """
-    count = len(next(iter(members.values())))
-    if at_once:
-        look = vmap(partial(_look, model), in_dims=(0, None, None))
-        found = _sums(partial(look, members), data, _batch_size(data, count))
-        return _scores(list(zip(*found, strict=True)), data)
-    each = [{name: stacked[e] for name, stacked in members.items()} for e in range(count)]
-    return _scores([_sums(partial(_look, model, one), data, _batch_size(data, 1)) for one in each], data)
-
-
-def _batch_size(data: Arrays | Text, members: int) -> int:
-    """As many examples as fill a GPU; few elsewhere, where memory is slow."""
+def _batch_size(data: Arrays | Text) -> int:
     if isinstance(data, Text):
         return WINDOWS
-    return max(IMAGES, min(AT_ONCE // members, AT_ONCE // 10)) if data.test_x.is_cuda else IMAGES
+    return IMAGES_ON_GPU if data.test_x.is_cuda else IMAGES
 
 
 def _batches(data: Arrays | Text, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -73,40 +58,9 @@ def _windows(text: Text) -> int:
     return (len(text.test) - 1) // CONTEXT
 
 
-def _look(model: nn.Module, weights: Weights, x: Tensor, y: Tensor) -> Sums:
-    """One batch."""
-    with _watch_relus(model) as alive:
-        output = functional_call(model, dict(weights), (x,)).flatten(0, -2)
-    loss = functional.cross_entropy(output, y.flatten(), reduction="sum")
-    return loss, (output.argmax(1) == y.flatten()).sum(), torch.cat([*alive.values(), output.new_zeros(0)])
-
-
-def _sums(look: Callable[[Tensor, Tensor], Sums], data: Arrays | Text, batch_size: int) -> Sums:
-    """All batches; nothing waits for a GPU."""
-    found = [look(x, y) for x, y in _batches(data, batch_size)]
-    losses, correct, alive = (torch.stack(column) for column in zip(*found, strict=True))
-    return losses.sum(0), correct.sum(0), alive.amax(0)
-
-
-def _scores(found: list[Sums], data: Arrays | Text) -> list[dict[str, float]]:
-    """Means of each member, by one transfer."""
-    count = _windows(data) * CONTEXT if isinstance(data, Text) else len(data.test_y)
-    columns = [(loss, correct.to(loss), _share(alive)) for loss, correct, alive in found]
-    rows = torch.stack([torch.stack(column) for column in columns]).tolist()
-    return [
-        {"test_loss": loss / count, "test_accuracy": correct / count, "dead_share": 1 - share}
-        for loss, correct, share in rows
-    ]
-
-
-def _share(alive: Tensor) -> Tensor:
-    """Of the units that are alive; all, if there are none."""
-    return alive.mean() if len(alive) else alive.new_ones(())
-
-
 @contextmanager
-def _watch_relus(model: nn.Module) -> Iterator[dict[nn.Module, Tensor]]:
-    """Collect, per ReLU module, 1.0 for each unit that was not zero at least once; the hooks go at the end."""
+def _alive_units(model: nn.Module) -> Iterator[dict[nn.Module, Tensor]]:
+    """For each ReLU module that runs, 1.0 for every unit that was not zero at least once."""
     alive: dict[nn.Module, Tensor] = {}
 
     def look(module: nn.Module, _: tuple, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which data a run was on: their name, and a digest that tells them from others of the same name."""
+"""The identity of a run's data: their name, and a digest that tells them from others of the same name."""
 
 import hashlib
 import weakref
@@ -16,14 +16,14 @@ _digests: "weakref.WeakKeyDictionary[Arrays | Text, str]" = weakref.WeakKeyDicti
 
 
 def described(data: Arrays | Text) -> dict[str, str]:
-    """What a configuration says of the data; the shipped images, which are always the same, have no digest."""
+    """The data in a configuration; the images in the package, which never change, have no digest."""
     if data.name.startswith(FASHION_NAME):
         return {"data": data.name}
     return {"data": data.name, DIGEST: digest(data)}
 
 
 def digest(data: Arrays | Text) -> str:
-    """Twelve digits from all bytes of the data, wherever they lie; read once for each object."""
+    """Twelve digits from all bytes of the data, on every device the same; computed once per object."""
     if data not in _digests:
         found, names = hashlib.sha256(), ["train_x", "train_y", "test_x", "test_y"]
         if isinstance(data, Text):
@@ -37,15 +37,15 @@ def digest(data: Arrays | Text) -> str:
 
 
 def may_be_of(config: dict[str, Any], data: Arrays | Text) -> bool:
-    """Whether a configuration names these data, and has their digest or, as older ones, none."""
+    """Whether a configuration names these data and has their digest or, from before digests, none."""
     mine = described(data)
     return config.get("data") == data.name and config.get(DIGEST) in (None, mine.get(DIGEST))
 
 
 def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> dict[str, records.Record]:
-    """Records by their configuration; one of data of that name without a digest, as older ones are, counts as of these.
+    """Records by configuration; one of data of that name without a digest counts as one of these data.
 
-    A record of other data of the same name is a UsageError: nobody could tell the two apart in a report.
+    A record of other data of the same name is a UsageError: a report could not tell the two apart.
     """
     mine, found = records.plain(described(data)), {}
     for record in runs:
@@ -62,5 +62,5 @@ def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> d
 
 
 def without_digest(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as it was written before there were digests."""
+    """A configuration as it was written before digests existed."""
     return {name: value for name, value in config.items() if name != DIGEST}

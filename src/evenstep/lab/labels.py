@@ -1,11 +1,14 @@
-"""Names, colours and markers of what figures and reports show: one choice for all of them."""
+"""Names, numbers, colours and markers as figures, tables and reports show them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .methods import METHODS
-from .summary import Series
+
+if TYPE_CHECKING:
+    from .summary import Series
 
 MODEL_NAMES = {
     "paper_cnn": "The paper's CNN",
@@ -13,20 +16,7 @@ MODEL_NAMES = {
     "alexnet": "The AlexNet-like net",
     "transformer": "The character transformer",
 }
-
-
-@dataclass(frozen=True)
-class Style:
-    """How one series is drawn; colours after Okabe-Ito and Tol, told apart by the colour-blind, markers besides."""
-
-    slot: int  # number of its colour
-    light: str  # that colour on white, at least 4.5 : 1
-    dark: str  # and on black
-    marker: str  # a name for the page
-    mark: str  # matplotlib's letter for the same marker
-
-
-COLOURS = (
+COLOURS = (  # on white and on black, at least 4.5 : 1; after Okabe-Ito and Tol, distinct for the colour-blind
     ("#C0440A", "#FF8F57"),  # vermilion
     ("#0069B4", "#5CB3FF"),  # blue
     ("#A32A78", "#EE8FCB"),  # purple
@@ -36,26 +26,31 @@ COLOURS = (
     ("#8A2F22", "#FFB4A6"),  # rust
     ("#1A1D21", "#FFFFFF"),  # ink
 )
-MARKERS = (
-    ("circle", "o"),
-    ("square", "s"),
-    ("triangle", "^"),
-    ("diamond", "D"),
-    ("down", "v"),
-    ("plus", "P"),
-    ("hexagon", "h"),
-    ("star", "*"),
-)
-PREFERRED = {"sg": 0, "fan-in": 1, "batch-norm": 2, "whitening": 3, "adam": 4, "canonical": 5, "muon": 6, "evenstep": 7}
+MARKERS = {  # the page's name, matplotlib's letter
+    "circle": "o", "square": "s", "triangle": "^", "diamond": "D",
+    "down": "v", "plus": "P", "hexagon": "h", "star": "*",
+}  # fmt: skip
+PREFERRED = {"sg": 0, "fan-in": 1, "batch-norm": 2, "whitening": 3, "adam": 4, "canonical": 5, "muon": 6}
+PREFERRED |= {"unitstep": 7, "evenstep": 7}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a series is drawn: `slot` is the number of its colour, `light` that colour on white."""
+
+    slot: int
+    light: str
+    marker: str
+    mark: str
 
 
 def method_label(name: str) -> str:
-    """A method as readers know it; unknown ones as they are called."""
+    """A method's name for readers; unknown ones as they are."""
     return METHODS[name].label if name in METHODS else name
 
 
-def series_label(series: Series) -> str:
-    """A method and the options it was given."""
+def series_label(series: "Series") -> str:
+    """A method and its options."""
     return ", ".join(filter(None, [method_label(series.method), options_label(series.options)]))
 
 
@@ -84,11 +79,35 @@ def augmentations(augment: Any) -> list[str]:
 
 
 def model_label(name: Any) -> str:
-    """A network as readers know it."""
+    """A network's name for readers."""
     return MODEL_NAMES.get(str(name), str(name))
 
 
-def styles(found: Sequence[Series]) -> list[Style]:
+def number(value: float) -> str:
+    """Three decimals, or three digits for small numbers.
+
+    >>> number(0.5), number(0.00123), number(math.inf)
+    ('0.500', '0.00123', '∞')
+    """
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    r"""Rows of cells as a table in Markdown, the first row its head.
+
+    >>> print(markdown_table([["", "ms"], ["a|b", "1"]]))
+    | | ms |
+    | --- | --- |
+    | a\|b | 1 |
+    """
+    first, *rest = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = [first, ["---"] * len(first), *rest]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in lines)
+
+
+def styles(found: "Sequence[Series]") -> list[Style]:
     """A style for each series: known methods look the same everywhere unless two of a kind meet."""
     free = list(range(len(COLOURS)))
     chosen: dict[int, int] = {}
@@ -101,10 +120,10 @@ def styles(found: Sequence[Series]) -> list[Style]:
         if number not in chosen:
             chosen[number] = free.pop(0) if free else number % len(COLOURS)
     slots = [chosen[number] for number in range(len(found))]
-    return [style(slot, turn=slots[:k].count(slot)) for k, slot in enumerate(slots)]
+    return [style(slot, repeat=slots[:k].count(slot)) for k, slot in enumerate(slots)]
 
 
-def style(slot: int, turn: int = 0) -> Style:
-    """Style of a slot; where colours are used a second time (`turn`), the markers are others."""
-    marker, mark = MARKERS[(slot + turn) % len(MARKERS)]
-    return Style(slot, *COLOURS[slot], marker, mark)
+def style(slot: int, repeat: int = 0) -> Style:
+    """Style of a colour; its repeated uses have other markers."""
+    marker, mark = list(MARKERS.items())[(slot + repeat) % len(MARKERS)]
+    return Style(slot, COLOURS[slot][0], marker, mark)

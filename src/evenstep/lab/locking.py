@@ -7,22 +7,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-STALE = 60.0  # seconds after which a lock file is taken for one that its owner left behind
+STALE = 60.0  # seconds after which a lock file counts as abandoned
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """The file, made if need be, open for reading and writing, and nobody else in here until it is closed."""
+    """The file, created if need be, open for reading and writing by one process at a time."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
     try:
         with open(os.open(path, flags, 0o666), "r+b") as file:
             try:
                 import fcntl
             except ImportError:  # not a POSIX system
-                with beside(path):
+                with lock_file(path):
                     yield file
                 return
-            fcntl.flock(file, fcntl.LOCK_EX)  # goes when the file is closed, or its process ends
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, or its process ends
             yield file
     except OSError as error:
         if error.filename is None:  # as when the disk is full
@@ -31,8 +31,8 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[None]:
-    """Hold a file named like `path` with `.lock` behind it, which only one process can make."""
+def lock_file(path: Path) -> Iterator[None]:
+    """Hold the file `path`.lock, which only one process can create."""
     lock = path.with_name(path.name + ".lock")
     while True:
         try:

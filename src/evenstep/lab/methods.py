@@ -1,11 +1,11 @@
-"""The methods that are compared: each a network with or without batch norm, an optimizer, and stepsizes to try."""
+"""The methods that are compared: a network with or without batch norm, an optimizer, and stepsizes to try."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import evenstep
@@ -13,11 +13,11 @@ import evenstep
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the comparison.
+    """One row of a comparison.
 
-    `optimizer(model, lr=…, **options)` builds the optimizer, `graph_options` let it be captured in a CUDA graph;
-    the default `stepsizes` are half a decade apart and bracket the best one for the demo: the paper's CNN at
-    batch 64 on the embedded images.
+    `optimizer(model, lr=…, **options)` builds the optimizer. With `capture_options` its step can be captured in a CUDA
+    graph and its lr can be a tensor; None if it cannot. The default `stepsizes` are half a decade apart and bracket the
+    best one for the demo: the paper's CNN at batch 64 on the embedded images.
     """
 
     name: str
@@ -25,102 +25,58 @@ class Method:
     optimizer: Callable[..., Optimizer]
     stepsizes: tuple[float, ...]
     batch_norm: bool = False
-    graph_options: dict[str, Any] = field(default_factory=dict)
+    capture_options: Mapping[str, Any] | None = field(default_factory=lambda: {"capturable": True})
 
 
-def _torch(rule: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """A torch optimizer class as a function of the module."""
-
-    def build(model: nn.Module, **options: Any) -> Optimizer:
-        return rule(model.parameters(), **options)
-
-    return build
-
-
-class PlainCoordinates(evenstep.Whitened):
-    """A torch rule with layers as matrices, in plain coordinates: what `Whitened` is compared with."""
+class PlainMuon(evenstep.Whitened):
+    """Muon on layers as matrices in plain coordinates, without a guard: the rival of whitened Muon."""
 
     coordinates = "plain"
 
-
-class ScaledUnitStep(evenstep.UnitStep):
-    """UnitStep with the factor (n·S)^(−1/4) on each layer's step that a normalizing rule keeps of eq. 12's β."""
-
-    linear = True
-
-
-class ScaledWhitened(evenstep.Whitened):
-    """`Whitened` with the same factor."""
-
-    linear = True
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, torch.optim.Muon, **{"trust": None, **options})
 
 
 class OwnBatchSGD(evenstep.WhitenedSGD):
-    """Whitening by the mean and variance of the current batch itself, as batch norm takes them: App. D warns of it."""
+    """Whitening by the moments of the current batch alone, as batch norm takes them; App. D warns of it."""
 
-    def _advance(self, blocks: list[Any], ok: Tensor | None) -> None:
-        """As ever, but first forget."""
-        self.forget(self.state.values())
-        super()._advance(blocks, ok)
-
-    def forget(self, states: Iterable[dict[str, Tensor]]) -> None:
-        """Forget earlier batches: a layer that knows none uses its own, as at the first step."""
-        for state in states:
+    def step(self, closure: Any = None) -> Any:
+        """Forget earlier batches: without them the batch's own moments are used, as at the first step."""
+        for state in self.state.values():
             if "mass" in state:
                 state["mass"].zero_()
+        return super().step(closure)
 
 
-def _on_v(cls: type[evenstep.Whitened], base: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    """A torch rule in the coordinates of `cls`."""
-
-    def build(model: nn.Module, **options: Any) -> Optimizer:
-        return cls(model, base, **{**fixed, **options})
-
-    return build
+def _plain(rule: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """A torch optimizer class as a function of the module."""
+    return lambda model, **options: rule(model.parameters(), **options)
 
 
-FUSED, CAPTURABLE = {"fused": True}, {"capturable": True}
+def _whitened(rule: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
+    """A torch rule in whitened coordinates."""
+    return lambda model, **options: evenstep.Whitened(model, rule, **{**fixed, **options})
+
+
+SGD, FUSED = _plain(torch.optim.SGD), {"fused": True}
+DECADES = (3e-4, 1e-3, 3e-3, 1e-2)
+MUON = (3e-3, 1e-2, 3e-2, 1e-1)
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("sg", "SG", _torch(torch.optim.SGD), (0.03, 0.1, 0.3, 1.0), graph_options=FUSED),
-        Method("fan-in", "SG ÷ √(n·S)", evenstep.FanInSGD, (1.0, 3.0, 10.0, 30.0)),
-        Method("batch-norm", "SG + batch norm", _torch(torch.optim.SGD), (0.03, 0.1, 0.3, 1.0), True, FUSED),
-        Method("whitening", "whitening", evenstep.WhitenedSGD, (1.0, 3.0, 10.0, 30.0)),
-        Method("whitening-own", "whitening, the batch's own moments", OwnBatchSGD, (1.0, 3.0, 10.0, 30.0)),
-        Method("canonical", "canonical", evenstep.CanonicalSGD, (3e-4, 1e-3, 3e-3, 1e-2)),
-        Method("adam", "Adam", _torch(torch.optim.Adam), (3e-4, 1e-3, 3e-3, 1e-2), False, CAPTURABLE),
-        Method("rmsprop", "RMSProp", _torch(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), False, CAPTURABLE),
-        Method("evenstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
-        Method("evenstep-beta", "UnitStep, β of eq. 12", ScaledUnitStep, (0.05, 0.1, 0.2, 0.4)),
-        Method(
-            "whitened-adam",
-            "Adam, whitened",
-            _on_v(evenstep.Whitened, torch.optim.AdamW, betas=(0.9, 0.99)),
-            (3e-4, 1e-3, 3e-3, 1e-2),
-            graph_options=CAPTURABLE,
-        ),
-        Method(
-            "whitened-adam-beta",
-            "Adam, whitened, β of eq. 12",
-            _on_v(ScaledWhitened, torch.optim.AdamW, betas=(0.9, 0.99)),
-            (3e-3, 1e-2, 3e-2),
-            graph_options=CAPTURABLE,
-        ),
-        Method(
-            "whitened-muon",
-            "Muon, whitened",
-            _on_v(evenstep.Whitened, torch.optim.Muon),
-            (3e-3, 1e-2, 3e-2, 1e-1),
-            graph_options=CAPTURABLE,
-        ),
-        Method(
-            "muon",
-            "Muon",
-            _on_v(PlainCoordinates, torch.optim.Muon, trust=None),
-            (3e-3, 1e-2, 3e-2, 1e-1),
-            graph_options=CAPTURABLE,
-        ),
+        Method("sg", "SGD", SGD, (0.03, 0.1, 0.3, 1.0), capture_options=FUSED),
+        Method("fan-in", "FanInSGD", evenstep.FanInSGD, (1.0, 3.0, 10.0, 30.0)),
+        Method("batch-norm", "SGD + batch norm", SGD, (0.03, 0.1, 0.3, 1.0), True, FUSED),
+        Method("whitening", "WhitenedSGD", evenstep.WhitenedSGD, (1.0, 3.0, 10.0, 30.0)),
+        Method("whitening-own", "WhitenedSGD, the batch's own moments", OwnBatchSGD, (1.0, 3.0, 10.0, 30.0)),
+        Method("canonical", "CanonicalSGD", evenstep.CanonicalSGD, DECADES),
+        Method("adam", "Adam", _plain(torch.optim.Adam), DECADES),
+        Method("rmsprop", "RMSprop", _plain(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3)),
+        Method("unitstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
+        Method("evenstep", evenstep.EvenStep.__name__, evenstep.EvenStep, (0.02, 0.05, 0.1, 0.2)),
+        Method("whitened-adam", "Whitened(AdamW)", _whitened(torch.optim.AdamW, betas=(0.9, 0.99)), DECADES),
+        Method("whitened-muon", "Whitened(Muon)", _whitened(torch.optim.Muon), MUON),
+        Method("muon", "Muon", PlainMuon, MUON),
     )
 }

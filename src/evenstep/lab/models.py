@@ -1,4 +1,4 @@
-"""The networks of the experiments: on 32x32 images (every ReLU a module of its own), and on text."""
+"""The networks of the experiments: for 32x32 images (every ReLU is a module of its own), and for text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,20 +77,17 @@ def alexnet(channels: int = 3, batch_norm: bool = False, width: int = 48, classe
 class L2Term(nn.Module):
     """½·l2·Σw² over the weights of all Linear and Conv2d (not biases), as a term of the training loss (§4.2).
 
-    The last module of a network: what comes in goes out, and in training the weights' gradients get l2·w besides. The
-    term so passes through whatever rule moves the weights, eq. 3 included, while the loss that is recorded is without.
-    `l2` is a buffer: members of an ensemble may differ in it.
+    The last module of a network: it returns its input, and in training adds l2·w to the weights' gradients. The term
+    passes through the optimizer like any gradient, eq. 3 included, while the recorded loss is without it.
     """
-
-    l2: Tensor
 
     def __init__(self, model: nn.Module, l2: float) -> None:
         super().__init__()
-        self.register_buffer("l2", torch.tensor(l2), persistent=False)
+        self.l2 = l2
         self.layers = tuple(m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`."""
+        """Return `x`."""
         weights = [layer.weight for layer in self.layers]
         return _L2Gradient.apply(x, self.l2, *weights) if self.training else x
 
@@ -98,20 +95,15 @@ class L2Term(nn.Module):
 class _L2Gradient(torch.autograd.Function):
     """`x`, with l2·w added to the gradient of each weight."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, l2: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, l2: float, *weights: Tensor) -> Tensor:
+        ctx.l2 = l2
+        ctx.save_for_backward(*weights)
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        l2, *weights = ctx.saved_tensors
-        return grads[0], None, *(l2 * w for w in weights)
+        return grads[0], None, *(ctx.l2 * w for w in ctx.saved_tensors)
 
 
 class CharTransformer(nn.Module):
@@ -132,7 +124,7 @@ class CharTransformer(nn.Module):
 
 
 def transformer(vocabulary: int, batch_norm: bool = False) -> nn.Module:
-    """`CharTransformer` as the experiments build networks; it has no batch norm to offer."""
+    """`CharTransformer` with the arguments of the other networks; it has no batch-norm version."""
     if batch_norm:
         raise ValueError("transformer: there is no batch-norm version of it.")
     return CharTransformer(vocabulary)

@@ -1,4 +1,4 @@
-"""Records from files that anyone may have written: what is no record is reported, and nothing here is believed."""
+"""Records from files of unknown origin: malformed lines are reported, and no value is trusted."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,32 +8,32 @@ from . import records
 from .records import Record
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share", "seconds", "steps")
-LONGEST = 1000  # characters of a text that is shown
+LONGEST = 1000  # characters of a text
 
 
 @dataclass
 class Reading:
-    """What a folder holds: runs of a method at a stepsize, other records by file, and lines that are no records."""
+    """Runs of a method at a stepsize, the number of other records by file, and messages about malformed lines."""
 
     runs: list[Record] = field(default_factory=list)
     others: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
 
-def read(folder: Path) -> Reading:
-    """Every record of every *.jsonl file below `folder`, in the order of their names."""
+def read(path: Path) -> Reading:
+    """Every record of a file, or of every *.jsonl file below a folder, in the order of their names."""
     found = Reading()
-    for path in sorted(folder.rglob("*.jsonl")):
-        name = path.relative_to(folder).as_posix()
+    for file in [path] if path.is_file() else sorted(path.rglob("*.jsonl")):
+        name = path.name if file == path else file.relative_to(path).as_posix()
         try:
-            read_file(path, name, found)
-        except OSError as error:  # a folder, a link to nothing, a file of someone else's
+            read_file(file, name, found)
+        except OSError as error:  # a folder of that name, a broken link, a file without permission
             found.faults.append(clean(f"{name}: cannot be read ({error.strerror or error})"))
     return found
 
 
 def read_file(path: Path, name: str, found: Reading) -> None:
-    """Add what a file holds to `found`; `name` is what messages call it."""
+    """Add the records of a file to `found`; messages call the file `name`."""
     with path.open("rb") as file:
         for number, line in records.lines(file):
             try:
@@ -55,11 +55,18 @@ def is_run(record: dict[str, Any]) -> bool:
         return False
     if not isinstance(config.get("options", {}), dict | None) or not isinstance(rows, list) or not rows:
         return False
-    return all(isinstance(row, dict) and "train_loss" in row and all(map(_fits, map(row.get, COLUMNS))) for row in rows)
+    return all(map(_is_row, rows))
+
+
+def _is_row(row: Any) -> bool:
+    """Whether this is an epoch of a run: its columns hold numbers or nothing."""
+    if not isinstance(row, dict) or "train_loss" not in row:
+        return False
+    return all(value is None or _is_number(value) for value in map(row.get, COLUMNS))
 
 
 def clean(value: Any) -> Any:
-    """A value from a file with texts made printable and of bounded length, and numbers that are not finite as None."""
+    """A value with texts made printable and of bounded length, and numbers that are not finite as None."""
     if isinstance(value, dict):
         return {clean(str(key)): clean(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -67,15 +74,10 @@ def clean(value: Any) -> Any:
     if isinstance(value, str):
         text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value[: LONGEST + 1])
         return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if _is_number(value):
         return value if abs(value) <= 1e300 else None
     return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _fits(value: Any) -> bool:
-    """Whether a column may hold `value`."""
-    return value is None or _is_number(value)

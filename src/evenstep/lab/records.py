@@ -1,4 +1,4 @@
-"""One JSON line per run: what was run, on what, and what came out. Figures are made from these and nothing else."""
+"""Records: one JSON line per run with its configuration, machine and metrics. Figures and tables are made from them."""
 
 import io
 import json
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device | str = "cpu") -> Record:
-    """A record of one finished run; numbers that are not finite become null, as JSON has no other word for them."""
+    """A record of one finished run; numbers that are not finite become null, since JSON has no others."""
     return {
         "config": plain(config),
         "seed": seed,
@@ -32,18 +32,17 @@ def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device |
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a reader needs to judge a timing: versions, device, threads, and what makes steps on the CPU."""
-    found: dict[str, Any] = {
+    """Versions, device and threads, by which a reader can judge a timing."""
+    return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
     }
-    return found
 
 
 def device_name(device: torch.device) -> str:
-    """Trade name of the GPU or CPU, as far as the system tells."""
+    """Trade name of the GPU or CPU, if the system tells it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -52,14 +51,13 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else f"{device.type} ({platform.machine()})"
 
 
-def commit() -> str | None:
-    """Commit of the checkout this file belongs to, "-dirty" if it was changed since.
+def commit(root: Path = Path(__file__).parents[3], variable: str = "EVENSTEP_COMMIT") -> str | None:
+    """Commit of the checkout in `root`, "-dirty" if files were changed since; by default the one this file belongs to.
 
-    Where the files came without their history, EVENSTEP_COMMIT can name it; None if nothing does.
+    An environment variable can name it where the files came without their history; None if neither does.
     """
-    if "EVENSTEP_COMMIT" in os.environ:
-        return os.environ["EVENSTEP_COMMIT"]
-    root = Path(__file__).parents[3]
+    if variable in os.environ:
+        return os.environ[variable]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -70,18 +68,18 @@ def commit() -> str | None:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """`value` as one line of JSON with its keys in order: equal values give equal lines."""
+    """`value` as a line of JSON with sorted keys: equal values give equal lines."""
     return json.dumps(plain(value), allow_nan=False, sort_keys=True)
 
 
 def append(path: Path, record: Record, *, once: bool = False) -> Record:
     """Add `record` to the file as one line that is on the disk when this returns; processes may share the file.
 
-    With `once` a record of the same configuration that is there already stays the only one. Returns what is kept.
+    With `once`, a record of the same configuration that the file has already is returned instead.
     """
     with locked(path) as file:
-        if said := _mend(path, file):
-            warnings.warn(said, stacklevel=2)
+        if message := _mend(path, file):
+            warnings.warn(message, stacklevel=2)
         if once:
             file.seek(0)
             same = [r for r in _records(path, file) if dumps(r["config"]) == dumps(record["config"])]
@@ -92,9 +90,9 @@ def append(path: Path, record: Record, *, once: bool = False) -> Record:
 
 
 def mend(path: Path) -> str | None:
-    """Cut off a last line that was not written whole (its writer was killed); one line that says so, or None.
+    """Move an incomplete last line, whose writer was killed, to a file ending in `.damaged`; a message, or None.
 
-    The text goes to a file beside it, ending in `.damaged`; a record that lacks nothing but its line end gets one.
+    A complete record that lacks only its line end gets one.
     """
     if not path.exists() or _ends_whole(path):
         return None
@@ -103,7 +101,7 @@ def mend(path: Path) -> str | None:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether the file is empty or ends with a line end: then there is nothing to mend, and no need to write to it."""
+    """Whether the file is empty or ends with a line end, so that it need not be opened for writing."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -125,7 +123,7 @@ def _mend(path: Path, file: IO[bytes]) -> str | None:
 
 
 def cut(path: Path, file: IO[bytes], start: int) -> str:
-    """Move the last line, which begins at `start`, to a file beside this one; some words that say so."""
+    """Move the last line, which begins at `start`, to a file beside this one; a message."""
     file.seek(0)
     number = file.read(start).count(b"\n") + 1
     damaged = path.with_name(path.name + ".damaged")
@@ -144,7 +142,7 @@ def _write(file: IO[bytes], content: bytes) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file, in order; a line that is none is a ValueError that names it."""
+    """All records of a file, in order; a malformed line is a ValueError that names it."""
     return _records(path, io.BytesIO(path.read_bytes()))
 
 
@@ -159,12 +157,12 @@ def _records(path: Path, file: Iterable[bytes]) -> list[Record]:
 
 
 def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The numbered lines of a binary file that are not blank; nothing but a line feed ends one."""
+    """The numbered lines of a binary file that are not blank; only a line feed ends a line."""
     return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
 def parse(line: bytes) -> Record:
-    """The record in a line; a ValueError if it is not in UTF-8, not JSON, or has no configuration."""
+    """The record in a line; a ValueError if it is not UTF-8, not JSON, or has no configuration."""
     try:
         record = json.loads(line.decode("utf-8"))
     except RecursionError as error:

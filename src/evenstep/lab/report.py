@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page from a folder of records, with plain figures beside it.
 
 The page opens offline: its styles, its script and its data are inside, and a content policy lets nothing else run.
-Everything that came from a file is escaped. The same records give the same page.
+All text from records is escaped. The same records give the same page.
 """
 
 import base64
@@ -9,18 +9,22 @@ import hashlib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from . import figures, labels, reading, rerun, tables, verdicts
+from . import drawing, labels, plots, reading, rerun, tables, verdicts
 from .comparison import Comparison, comparisons
 from .records import Record
 from .summary import diverged, final_loss
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 PAGE, FIGURES = "report.html", "figures"
-FAULTS_SHOWN = 20
-DRAWN = {
+MOST_FAULTS = 20
+PLOTTED = {
     "loss": "train_loss",
     "accuracy": "test_accuracy",
     "dead": "dead_share",
@@ -34,16 +38,49 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
     found = reading.read(folder) if found is None else found
     compared = comparisons(found.runs)
     (folder / FIGURES).mkdir(exist_ok=True)
-    files = [draw(c, folder / FIGURES, number) for number, c in enumerate(compared, start=1)]
+    files = [save_figures(c, folder / FIGURES, number) for number, c in enumerate(compared, start=1)]
     path = folder / PAGE
     path.write_text(page(folder, compared, files, found), encoding="utf-8", errors="replace")
     return path
 
 
-def draw(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
-    """The plain figures of a comparison, as SVG files: what each shows, and its path from the page."""
-    drawn = {"curves": figures.curves(found), "stepsizes": figures.sensitivity(found)}
-    saved = {kind: figures.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in drawn.items()}
+def conclude(path: Path, console: "Console", stopped: bool) -> int:
+    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
+    found = reading.Reading()
+    if path.exists():
+        reading.read_file(path, path.name, found)
+    if not found.runs:
+        why = "Stopped before the first run was finished" if stopped else "No run is finished"
+        console.print(f"{why}: nothing to report.")
+        return 130 if stopped else 1
+    if stopped:
+        console.print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
+    for compared in comparisons(found.runs):
+        console.print(best(compared))
+    console.print(f"Records: {path}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Report: {write(path.parent)}", soft_wrap=True, highlight=False, markup=False)
+    return 130 if stopped else 0
+
+
+def best(compared: Comparison) -> "Table":
+    """The table "best when tuned" for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    tuned = tables.tuned(compared)
+    result = Table(title=Text(f"{tuned.title}: {compared.title}"), title_justify="left", caption=Text(tuned.note))
+    result.add_column("method", no_wrap=True)
+    for heading in tuned.columns:
+        result.add_column(heading, justify="right")
+    for series, cells in zip(compared.series, tuned.rows, strict=True):
+        result.add_row(Text(labels.series_label(series)), *(Text(cell.text) for cell in cells))
+    return result
+
+
+def save_figures(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
+    """The plain figures of a comparison as SVG files: their kinds, and their paths from the page."""
+    figures = {"curves": plots.curves(found), "stepsizes": plots.sensitivity(found)}
+    saved = {kind: drawing.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in figures.items()}
     return [(kind, f"{folder.name}/{path.name}") for kind, path in saved.items()]
 
 
@@ -59,37 +96,24 @@ def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, s
         style=style,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
-        experiments=experiments(folder),
+        experiments=verdicts.by_experiment(folder),
         comparisons=[view(c, f) for c, f in zip(compared, files, strict=True)],
         data=[plotted(c) for c in compared],
         runs=len(found.runs),
         others=found.others,
-        faults=faults[:FAULTS_SHOWN],
-        more_faults=max(0, len(faults) - FAULTS_SHOWN),
+        faults=faults[:MOST_FAULTS],
+        more_faults=max(0, len(faults) - MOST_FAULTS),
     )
 
 
-def experiments(folder: Path) -> list[dict[str, Any]]:
-    """What the template shows of the paper's experiments, where the folder has verdicts on them."""
-    found = verdicts.read(folder)
-    return [
-        {
-            "name": name,
-            "figure": verdicts.figure(folder, name),
-            "verdicts": [v for v in found if v.experiment == name],
-        }
-        for name in dict.fromkeys(v.experiment for v in found)
-    ]
-
-
 def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:
-    """What the template shows of a comparison."""
+    """The template's variables of a comparison."""
     return {
         "title": found.title,
         "facts": facts(found),
         "series": [(labels.series_label(s), style.slot) for s, style in zip(found.series, found.styles, strict=True)],
-        "tables": [tables.tuned(found), tables.tuning(found), tables.timing(found)],
-        "l0": None if found.l0 is None else tables.number(found.l0),
+        "tables": tables.all_tables(found),
+        "l0": None if found.l0 is None else labels.number(found.l0),
         "target": found.target,
         "files": files,
         "provenance": provenance(found),
@@ -98,7 +122,7 @@ def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def facts(found: Comparison) -> list[str]:
-    """What all runs of a comparison share, in a few words each."""
+    """The shared setting of a comparison's runs, in a few words each."""
     config, lost = found.runs[0]["config"], sum(diverged(run, found.l0) for run in found.runs)
     options = config.get("model_options")
     words = [
@@ -113,7 +137,14 @@ def facts(found: Comparison) -> list[str]:
 
 
 def plotted(found: Comparison) -> dict[str, Any]:
-    """What the script draws of a comparison."""
+    """The data of a comparison's interactive plots."""
+
+    def run_data(run: Record) -> dict[str, Any]:
+        rows = {short: [_short(row.get(name)) for row in run["metrics"]] for short, name in PLOTTED.items()}
+        final = tables.finite(final_loss(run))
+        lost = diverged(run, found.l0)
+        return {"lr": run["config"]["lr"], "seed": run.get("seed"), "diverged": lost, "final": final, **rows}
+
     return {
         "l0": found.l0,
         "series": [
@@ -122,25 +153,15 @@ def plotted(found: Comparison) -> dict[str, Any]:
                 "slot": style.slot,
                 "marker": style.marker,
                 "best": summary.stepsize,
-                "runs": [_plotted_run(run, found.l0) for run in s.all_runs],
+                "runs": [run_data(run) for run in s.all_runs],
             }
             for s, style, summary in zip(found.series, found.styles, found.summaries, strict=True)
         ],
     }
 
 
-def _plotted_run(run: Record, l0: float | None) -> dict[str, Any]:
-    return {
-        "lr": run["config"]["lr"],
-        "seed": run.get("seed"),
-        "diverged": diverged(run, l0),
-        "final": tables.finite(final_loss(run)),
-        **{short: [_short(row.get(name)) for row in run["metrics"]] for short, name in DRAWN.items()},
-    }
-
-
 def provenance(found: Comparison) -> list[tuple[str, list[str]]]:
-    """Where the runs come from: device, versions, commits, seeds, times."""
+    """Device, versions, commits, seeds and times of the runs."""
     machines = [run["environment"] if isinstance(run.get("environment"), dict) else {} for run in found.runs]
     times = sorted(str(run["time"]) for run in found.runs if run.get("time"))
     rows = [
@@ -155,7 +176,7 @@ def provenance(found: Comparison) -> list[tuple[str, list[str]]]:
 
 
 def _distinct(values: Iterable[Any]) -> list[str]:
-    """Each value once, as text, in order of appearance; None left out."""
+    """Each value once, as text, in order of appearance, without None."""
     return list(dict.fromkeys(str(value) for value in values if value is not None))
 
 
@@ -169,13 +190,9 @@ def _count(number: Any, noun: str) -> str:
 
 
 def _palette() -> str:
-    """Colours of the series as custom properties, for both themes."""
-    light, dark = ("".join(f"--c{k}:{c[theme]};" for k, c in enumerate(labels.COLOURS)) for theme in (0, 1))
-    classes = "".join(f".c{k}{{--c:var(--c{k})}}" for k in range(len(labels.COLOURS)))
-    return (
-        f":root{{{light}}}@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
-        f":root[data-theme=dark]{{{dark}}}{classes}\n"
-    )
+    """Colours of the series for both themes, as custom properties and classes."""
+    colours = "".join(f"--c{k}:light-dark({light},{dark});" for k, (light, dark) in enumerate(labels.COLOURS))
+    return f":root{{{colours}}}" + "".join(f".c{k}{{--c:var(--c{k})}}" for k in range(len(labels.COLOURS))) + "\n"
 
 
 def _asset(name: str) -> str:
@@ -183,5 +200,5 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content policy calls an inline text that may be used."""
+    """The name of an inline text in a content policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

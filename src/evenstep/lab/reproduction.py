@@ -1,4 +1,4 @@
-"""docs/reproduction.md from records alone: claims, what came out of each, figures.
+"""docs/reproduction.md and its figures, from records alone: every claim of the paper, and whether it held.
 
 python -m evenstep.lab.reproduction results/reproduction docs
 """
@@ -26,13 +26,15 @@ Made on {devices}, with torch {torch}{data}.
 QUICK = """
 **Quick runs**: they show that everything runs, and nothing else. The settings named below are those of full runs.
 """
+COMMAND = """Commands in full: `python -m evenstep.lab.reproduce NAME --data DIR --device cuda --out {source}`.
+"""
 WORDS = {True: "**held**", False: "**did not hold**", None: "undecided"}
 
 
 def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS)) -> list[Path]:
-    """The page `target`/reproduction.md and its figures, from the records in `source`; the files written.
+    """Write the page `target`/reproduction.md and its figures from the records in `source`; the files written.
 
-    `names` are the experiments to show, of those that have records.
+    The page shows those of the experiments `names` that have records.
     """
     from . import drawing
 
@@ -64,27 +66,22 @@ def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     return "\n".join(parts)
 
 
-COMMAND = """Commands in full: `python -m evenstep.lab.reproduce NAME --data DIR --device cuda --out {source}`.
-"""
-
-
 def head(found: dict[str, list[Record]], source: Path, target: Path) -> str:
-    """What the page is, and what it was made on."""
+    """The introduction: the source of the page, devices, versions, data."""
     everything = [record for records in found.values() for record in records]
-
-    def listed(values: Sequence[str]) -> str:
-        return "; ".join(sorted(set(values)))
-
-    sets = [r["config"]["data"] for r in everything if "data" in r["config"]]
-    data = listed(sets)
-    quick = any(f"{QUICK_IMAGES:,} of" in name for name in sets)
-    return (HEAD + QUICK if quick else HEAD).format(
+    data = listed(r["config"]["data"] for r in everything if "data" in r["config"])
+    return (HEAD + QUICK if f"{QUICK_IMAGES:,} of" in data else HEAD).format(
         source=source,
         target=target,
-        devices=listed([r["environment"]["device"] for r in everything]),
-        torch=listed([r["environment"]["torch"] for r in everything]),
+        devices=listed(r["environment"]["device"] for r in everything),
+        torch=listed(r["environment"]["torch"] for r in everything),
         data=f", on {data}" if data else "",
     )
+
+
+def listed(values: Iterable[str]) -> str:
+    """Each value once, in order."""
+    return "; ".join(sorted(set(values)))
 
 
 def section(name: str, experiment: ModuleType, records: list[Record]) -> str:
@@ -101,7 +98,7 @@ def section(name: str, experiment: ModuleType, records: list[Record]) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table, the first row its head."""
+    """A table with the first row as its head."""
     first, *rest = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     lines = [first, ["---"] * len(first), *rest]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -110,16 +107,13 @@ def markdown(rows: list[list[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder of records: what reproduce was given as --out")
+    parser.add_argument("source", type=Path, help="folder of records: the --out of reproduce")
     parser.add_argument("target", type=Path, help="folder for reproduction.md and figures/")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        files = write(given.source, given.target)
-    except UsageError as error:
-        print(f"reproduction: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"reproduction: {of_file(error)}", file=sys.stderr)
+        files = write(options.source, options.target)
+    except (UsageError, OSError) as error:
+        print(f"reproduction: {of_file(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 2
     print("\n".join(map(str, files)))
     return 0

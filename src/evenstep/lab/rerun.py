@@ -1,4 +1,4 @@
-"""The commands that make a comparison's runs again, from what its records say."""
+"""The commands that make a comparison's runs again, derived from its records."""
 
 import json
 import shlex
@@ -13,20 +13,19 @@ SHIPPED = "Fashion-MNIST (4,000 training images)"
 
 
 def commands(found: Sequence[Series]) -> list[str]:
-    """One `evenstep sweep` for all series that share options and have their method's own stepsizes, else one each."""
+    """One `evenstep sweep` for all series without options at their method's own stepsizes, and one for each other."""
     usual = [s for s in found if not s.options and _own_grid(s)]
     groups = ([usual] if usual else []) + [[s] for s in found if s not in usual]
     return [command(group) for group in groups]
 
 
 def command(found: Sequence[Series]) -> str:
-    """The sweep that makes these series again."""
+    """The sweep that makes these series."""
     config, options = found[0].all_runs[0]["config"], found[0].options
-    seeds = sorted({str(run.get("seed")) for s in found for run in s.all_runs})
     words = ["evenstep", "sweep", "--methods", *(s.method for s in found)]
-    if not all(_own_grid(s) for s in found):
+    if not all(map(_own_grid, found)):
         words += ["--stepsizes", *map(number, found[0].runs)]
-    words += ["--seeds", *seeds]
+    words += ["--seeds", *sorted({str(run.get("seed")) for s in found for run in s.all_runs})]
     for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
         words += [flag, str(config[name])] if name in config else []
     words += ["--data", "fashion" if config.get("data") == SHIPPED else "DATA"]
@@ -47,7 +46,7 @@ def number(value: float) -> str:
 
 
 def _pairs(flag: str, values: Any) -> list[str]:
-    """A flag and its NAME=VALUE; a file may hold something that is no options, and then there is none to give."""
+    """A flag and its NAME=VALUE words; none if a record holds something other than options."""
     pairs = values.items() if isinstance(values, dict) else ()
     return [flag, *(f"{key}={json.dumps(value)}" for key, value in pairs)] if pairs else []
 

@@ -1,4 +1,4 @@
-"""Reading a numpy pickle without trusting it: no name outside a short list is ever looked up."""
+"""Read numpy pickles from untrusted files: only names of a short list are ever looked up."""
 
 import _codecs
 import io
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def _dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype:
-    """`numpy.dtype` with the 0 and 1 of old pickles turned into the booleans that new numpy wants."""
+    """`numpy.dtype` where old pickles have 0 and 1 for booleans."""
     return np.dtype(code, bool(align), bool(copy))
 
 
@@ -28,7 +28,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that knows the names in `ALLOWED` and no other."""
+    """An unpickler that resolves the names in `ALLOWED` and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -37,9 +37,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(content: bytes, where: str) -> Any:
-    """Object stored in `content`, made of builtin containers and numpy arrays; strings of Python 2 come as bytes.
+    """The object in `content`, of builtin containers and numpy arrays; Python 2's strings become bytes.
 
-    Whatever is wrong with it is a ValueError that says `where` it was.
+    An error is a ValueError that says `where` it was.
     """
     try:
         return _Unpickler(io.BytesIO(content), encoding="bytes").load()

@@ -1,13 +1,12 @@
-"""What many runs say together: "best when tuned" and "easy to tune" are two questions, and this answers both.
+"""The metrics of the lab: pure functions from records to the numbers that answer "how good?" and "how easy to tune?".
 
-All functions are pure and take records. A run is a record of one method at one stepsize and one seed; a series is
-all the runs of one method with the same options.
+A run is a record of one method at one stepsize and one seed; a series is all runs of one method with the same options.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from . import records as files
@@ -15,17 +14,8 @@ from .records import Record
 
 TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
 TRIALS = (1, 2, 4, 8)  # k of "expected best of k"
-GUARDS = ("guarded_inputs", "guarded_units")  # shares that a row may hold, named as the monitor names them
-SMALLEST = 1e-300  # what is below has too few digits for arithmetic
-CLASSES = {"Fashion-MNIST": 10, "CIFAR-10": 10}  # of data whose records do not say, by the beginning of its name
-
-
-@dataclass(frozen=True)
-class Best:
-    """A method's best run: the one with the lowest training loss in its last epoch."""
-
-    record: Record
-    at_edge: bool  # no run at a smaller, or none at a larger stepsize: the best may lie outside the grid
+SMALLEST = 1e-300  # smaller losses have too few digits to be rounded
+CLASSES = {"Fashion-MNIST": 10, "CIFAR-10": 10}  # of data sets whose old records do not count them, by their prefix
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Width:
-    """Decades of usable stepsizes; `below` and `above` say that the grid ended before they did."""
+    """Decades of usable stepsizes; `below` and `above` say that the grid ended there while the loss was still low."""
 
     decades: float
     below: bool
@@ -53,7 +43,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Reach:
-    """When a loss was first reached; infinity if it never was. Steps are None where rows do not count them."""
+    """When a loss was first reached; infinity if never. Steps and seconds are None where records do not count them."""
 
     epochs: float
     steps: float | None
@@ -62,30 +52,24 @@ class Reach:
 
 @dataclass(frozen=True)
 class Summary:
-    """A series in numbers; those of the best stepsize are means over its seeds."""
+    """A series in numbers; those at the best stepsize are means over its seeds."""
 
     stepsize: float
-    at_edge: bool  # of the stepsizes tried, if there were several
+    at_edge: bool  # of several stepsizes the best is the smallest or the largest
     losses: list[float]  # final loss of each seed, infinity if it diverged
-    accuracy: float | None
-    dead: float | None
+    accuracies: list[float]
+    dead_shares: list[float]
     seconds_per_epoch: float | None
     width: Width
     divergence: float
     divergence_at_best: float
     expected_best: dict[int, float | None]
     reach: Reach
-    guards: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
         """Mean final loss at the best stepsize; infinity if a seed diverged there."""
         return statistics.fmean(self.losses)
-
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation over seeds; None for one seed, or if one diverged."""
-        return statistics.stdev(self.losses) if len(self.losses) > 1 and math.isfinite(self.loss) else None
 
 
 def final_loss(record: Record) -> float:
@@ -94,27 +78,19 @@ def final_loss(record: Record) -> float:
     return math.inf if last.get("diverged") or last["train_loss"] is None else last["train_loss"]
 
 
-def by_method(records: list[Record]) -> dict[str, list[Record]]:
-    """Records of each method, by ascending stepsize; methods in order of appearance."""
-    methods: dict[str, list[Record]] = {}
-    for record in records:
-        methods.setdefault(record["config"]["method"], []).append(record)
-    return {name: sorted(runs, key=lambda r: r["config"]["lr"]) for name, runs in methods.items()}
+def diverged(record: Record, l0: float | None = None) -> bool:
+    """Whether a run ended without a finite loss, or above l₀, the loss it began with."""
+    loss = final_loss(record)
+    return not math.isfinite(loss) or (l0 is not None and loss > l0)
 
 
-def best_runs(records: list[Record]) -> dict[str, Best]:
-    """The best run of each method; one whose runs all diverged has none."""
-    best, l0 = {}, initial_loss(records)
-    for name, runs in by_method(records).items():
-        winner = min(runs, key=lambda run: end(run, l0))
-        edges = (runs[0]["config"]["lr"], runs[-1]["config"]["lr"])
-        if not diverged(winner, l0):
-            best[name] = Best(winner, at_edge=winner["config"]["lr"] in edges)
-    return best
+def end(record: Record, l0: float | None = None) -> float:
+    """Training loss of the last epoch; infinity if the run diverged, also by ending above l₀."""
+    return math.inf if diverged(record, l0) else final_loss(record)
 
 
 def series(records: Iterable[Record]) -> list[Series]:
-    """The records as series, in order of appearance; a run recorded twice counts once, the later one."""
+    """The records as series, in order of appearance; of runs recorded twice the later one counts."""
     newest: dict[tuple[str, str], dict[tuple[float, Any], Record]] = {}
     for record in records:
         config = record["config"]
@@ -131,7 +107,7 @@ def series(records: Iterable[Record]) -> list[Series]:
 
 
 def initial_loss(records: Iterable[Record]) -> float | None:
-    """l₀, the loss before training: as recorded, or that of guessing among the classes; None if neither is known."""
+    """l₀, the loss before training: as recorded, or log(number of classes); None if neither is known."""
     for record in records:
         config = record["config"]
         recorded = record.get("initial_loss") or config.get("initial_loss")
@@ -146,24 +122,13 @@ def initial_loss(records: Iterable[Record]) -> float | None:
     return None
 
 
-def diverged(record: Record, l0: float | None = None) -> bool:
-    """Whether a run ended without a finite loss, or above the loss it began with."""
-    loss = final_loss(record)
-    return not math.isfinite(loss) or (l0 is not None and loss > l0)
-
-
-def end(record: Record, l0: float | None = None) -> float:
-    """Training loss of the last epoch; infinity if the run diverged, as it did where that is above l₀."""
-    return math.inf if diverged(record, l0) else final_loss(record)
-
-
 def divergence_rate(runs: Sequence[Record], l0: float | None = None) -> float:
     """Share of the runs that diverged."""
     return sum(diverged(run, l0) for run in runs) / len(runs)
 
 
 def best_stepsize(runs: dict[float, list[Record]], l0: float | None = None) -> float:
-    """The stepsize with the lowest mean final loss; if every one has a seed that diverged, the one with the fewest."""
+    """The stepsize with the lowest mean final loss; if a seed diverged at each, the one with the fewest such seeds."""
 
     def score(lr: float) -> tuple[float, int, float, float]:
         losses = [end(run, l0) for run in runs[lr]]
@@ -175,7 +140,7 @@ def best_stepsize(runs: dict[float, list[Record]], l0: float | None = None) -> f
 
 
 def width(runs: dict[float, list[Record]], tolerance: float = TOLERANCE, l0: float | None = None) -> Width:
-    """W5: decades of contiguous stepsizes, about the best, whose worst seed is within `tolerance` of the best loss."""
+    """W5: decades of contiguous stepsizes around the best whose worst seed is within `tolerance` of the best loss."""
     grid = sorted(runs)
     best = best_stepsize(runs, l0)
     limit = (1 + tolerance) * statistics.fmean(end(run, l0) for run in runs[best])
@@ -201,32 +166,34 @@ def expected_best(losses: Sequence[float], trials: int) -> float | None:
     n, k = len(losses), trials
     if not 1 <= k <= n:
         return None
-    weights = [math.comb(n - 1 - i, k - 1) for i in range(n - k + 1)]  # a larger value is never the best of k
+    weights = [math.comb(n - 1 - i, k - 1) for i in range(n - k + 1)]  # larger values are never the best of k
     return sum(v * w for v, w in zip(sorted(losses), weights, strict=False)) / math.comb(n, k)
 
 
 def scored(runs: Sequence[Record], l0: float | None) -> list[float]:
-    """Final losses, with l₀ for runs that diverged, or the worst of the others where l₀ is not known."""
+    """Final losses, with l₀ for runs that diverged, or the worst loss of the others where l₀ is not known."""
     finite = [final_loss(run) for run in runs if not diverged(run, l0)]
     penalty = l0 if l0 is not None else max(finite, default=math.inf)
     return [penalty if diverged(run, l0) else final_loss(run) for run in runs]
 
 
 def reach(record: Record, target: float) -> Reach:
-    """When the training loss of an epoch first was at or below `target`: at that epoch's end."""
-    steps, seconds = 0.0, 0.0
-    counted, timed = ("steps" in record["metrics"][0], "seconds" in record["metrics"][0])
-    for number, row in enumerate(record["metrics"], start=1):
-        steps, seconds = steps + (row.get("steps") or 0), seconds + (row.get("seconds") or 0)
-        if row["train_loss"] is not None and row["train_loss"] <= target:
-            return Reach(number, steps if counted else None, seconds if timed else None)
-    return Reach(math.inf, math.inf if counted else None, math.inf if timed else None)
+    """The end of the first epoch whose training loss was at or below `target`."""
+    rows = record["metrics"]
+    hit = next((k for k, r in enumerate(rows, 1) if r["train_loss"] is not None and r["train_loss"] <= target), None)
+
+    def total(column: str) -> float | None:
+        if column not in rows[0]:
+            return None
+        return math.inf if hit is None else sum(row.get(column) or 0 for row in rows[:hit])
+
+    return Reach(math.inf if hit is None else hit, total("steps"), total("seconds"))
 
 
 def common_target(found: Iterable[Series], l0: float | None = None) -> float | None:
-    """A loss that every method reaches with every seed of its best stepsize, unless it diverged.
+    """A loss that every method reaches with every seed of its best stepsize, unless one diverged there.
 
-    It is rounded up where that leaves it below l₀.
+    It is rounded up where it then still lies below l₀.
     """
     ends = [[end(run, l0) for run in s.runs[best_stepsize(s.runs, l0)]] for s in found]
     worst = max((max(losses) for losses in ends if all(map(math.isfinite, losses))), default=None)
@@ -249,19 +216,19 @@ def round_up(loss: float) -> float:
 
 
 def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
-    """The numbers of a series; `target` is the loss whose time is taken."""
+    """The numbers of a series; `target` is the loss of the time to a target."""
     stepsize = best_stepsize(runs.runs, l0)
     best, every = runs.runs[stepsize], runs.all_runs
     lasts = [run["metrics"][-1] for run in best]
-    rows = [row for run in best for row in run["metrics"]]
+    seconds = numbers([row for run in best for row in run["metrics"]], "seconds")
     reached = [reach(run, -math.inf if target is None else target) for run in best]
     return Summary(
         stepsize=stepsize,
         at_edge=len(runs.runs) > 1 and stepsize in (min(runs.runs), max(runs.runs)),
         losses=[end(run, l0) for run in best],
-        accuracy=mean(lasts, "test_accuracy"),
-        dead=mean(lasts, "dead_share"),
-        seconds_per_epoch=mean(rows, "seconds"),
+        accuracies=numbers(lasts, "test_accuracy"),
+        dead_shares=numbers(lasts, "dead_share"),
+        seconds_per_epoch=statistics.fmean(seconds) if seconds else None,
         width=width(runs.runs, l0=l0),
         divergence=divergence_rate(every, l0),
         divergence_at_best=divergence_rate(best, l0),
@@ -271,17 +238,15 @@ def summarize(runs: Series, l0: float | None, target: float | None) -> Summary:
             _median([r.steps for r in reached]),
             _median([r.seconds for r in reached]),
         ),
-        guards={name: share for name in GUARDS if (share := mean(lasts, name)) is not None},
     )
 
 
-def mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Mean of a column over the rows that have a number there; None if none has."""
-    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-    return statistics.fmean(values) if values else None
+def numbers(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """The numbers in a column."""
+    return [row[name] for row in rows if isinstance(row.get(name), int | float)]
 
 
 def _median(values: list[float | None]) -> float | None:
-    """The median; None if a value is missing. Half of the seeds missing the target makes it infinite."""
+    """The median, None if a value is missing; infinite if half of the seeds missed the target."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if len(known) == len(values) else None

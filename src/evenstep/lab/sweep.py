@@ -1,141 +1,112 @@
-"""Many trials into one file of records: what is there already is not run again."""
+"""Many trials into one file of records: a trial whose record is there already is not run again."""
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from . import records
 from .data import Arrays, Text
 from .identity import by_key
-from .together import OnEpoch, alike, run_interleaved, why_alone
-from .trial import Trial, config, run
-from .turns import Work, in_turn
-
-MEMBERS = {"cuda": 24}  # of one ensemble, by device
-MEMBERS_ELSEWHERE = 8
+from .parallel_trials import AT_ONCE, round_robin
+from .trial import OnEpoch, Trial, config, work
+from .usage import UsageError
 
 OnRecord = Callable[[records.Record], None]
 
 
 def sweep(
     trials: Sequence[Trial],
-    arrays: Arrays | Text,
+    data: Arrays | Text,
     out: Path,
     *,
     device: torch.device | str = "cpu",
     on_record: OnRecord | None = None,
     on_epoch: OnEpoch | None = None,
-    members: int | None = None,
+    on_begin: Callable[[Trial], None] | None = None,
     at_once: int | None = None,
     budget: float | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> list[records.Record]:
-    """The records of all `trials`, in their order; those that `out` lacks are run and added to it, each as it ends.
+    """The records of all `trials`, in their order; missing ones are run and added to `out`, each as it ends.
 
-    Trials that differ in stepsize, seed and L2 alone run together, up to `members` at a time (1: each alone); on a GPU
-    several such ensembles run at the same time, `at_once` of them (elsewhere one). A sweep that was stopped, by Ctrl-C
-    or by force, goes on where it was: finished runs are in the file, those that ran at the moment begin again. After
-    `budget` seconds nothing more is begun, and only what is finished comes back. What fails stops nothing else, and its
-    exception is raised in the end. `warn` gets one line if the file had to be mended.
+    On a GPU up to `at_once` trials train side by side, elsewhere one. A sweep that was stopped or killed goes on where
+    it was: only the trials that were running begin again. After `budget` seconds no trial begins, and the finished
+    records are returned. A failing trial stops no other; its exception is raised at the end. `on_begin` is called
+    before each trial and may raise to begin no further one. `warn` receives a line if the file had to be repaired.
     """
     start = time.monotonic()
-    if said := records.mend(out):
-        warn(said)
-    found = known(out, arrays)
-    missing = {key(config(t, arrays)): t for t in trials if key(config(t, arrays)) not in found}
+    found = known(out, data, warn)
+    missing = {key(config(t, data)): t for t in trials if key(config(t, data)) not in found}
 
-    def begun(parts: Iterable[list[Trial]]) -> Iterator[list[Trial]]:
-        for part in parts:
+    def to_run() -> Iterator[Trial]:
+        for name, trial in missing.items():
             if budget is not None and time.monotonic() - start > budget:
                 return
-            found.update(known(out, arrays))  # another process may share the file
-            if left := [t for t in part if key(config(t, arrays)) not in found]:
-                yield left
+            found.update(known(out, data))  # another process may share the file
+            if name not in found:
+                if on_begin is not None:
+                    on_begin(trial)
+                yield trial
 
-    parts = chunks(list(missing.values()), arrays, device, members)
-    for finished in run_chunks(parts, arrays, device, on_epoch, at_once=at_once, begun=begun):
-        for record in finished:
-            kept = records.append(out, record, once=True)
-            found[key(kept["config"])] = kept
-            if on_record is not None:
-                on_record(kept)
-    wanted = [key(config(trial, arrays)) for trial in trials]
-    return [found[k] for k in wanted if k in found]
-
-
-def known(out: Path, arrays: Arrays | Text) -> dict[str, records.Record]:
-    """The records in a file by their configuration; runs on other data of the same name are a UsageError."""
-    return by_key(records.read(out) if out.exists() else [], arrays, out)
+    for record in side_by_side(to_run(), data, device, at_once, on_epoch):
+        kept = records.append(out, record, once=True)
+        found[key(kept["config"])] = kept
+        if on_record is not None:
+            on_record(kept)
+    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
 
 
-class Chunks(NamedTuple):
-    """Trials in parts: ensembles, and those that run alone."""
-
-    ensembles: list[list[Trial]]
-    alone: list[Trial]
-
-
-def chunks(
-    trials: Sequence[Trial], arrays: Arrays | Text, device: torch.device | str, members: int | None = None
-) -> Chunks:
-    """Ensembles of trials that differ in stepsize, seed and L2 alone, and the trials that should not be members of one.
-
-    On a GPU an ensemble may have one member: its steps are graphs.
-    """
-    most, fewest = most_members(device, members), 1 if torch.device(device).type == "cuda" else 2
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(alike(trial), []).append(trial)
-    found = Chunks([], [])
-    for group in groups.values():
-        if min(most, len(group)) < fewest or why_alone(group[0], arrays, device):
-            found.alone.extend(group)
-        else:
-            found.ensembles.extend(group[k : k + most] for k in range(0, len(group), most))
-    return found
-
-
-def most_members(device: torch.device | str, members: int | None = None) -> int:
-    """How many members an ensemble has at most: as asked for, or what is fast on the device."""
-    return members or MEMBERS.get(torch.device(device).type, MEMBERS_ELSEWHERE)
-
-
-def run_chunks(
-    parts: Chunks,
-    arrays: Arrays | Text,
+def side_by_side(
+    trials: Iterable[Trial],
+    data: Arrays | Text,
     device: torch.device | str,
-    on_epoch: OnEpoch | None = None,
-    *,
     at_once: int | None = None,
-    begun: Callable[[Iterable[list[Trial]]], Iterable[list[Trial]]] = iter,
-) -> Iterator[list[records.Record]]:
-    """The records of each part as soon as it is finished: ensembles, `at_once` of them, then each trial that is alone.
+    on_epoch: OnEpoch | None = None,
+) -> Iterator[records.Record]:
+    """The record of each trial as soon as it ends; `environment.at_once` says how many may have shared the device."""
+    at_once = at_once or most_at_once(device)
+    data = data.to(device)
+    for record in round_robin((work(trial, data, device, on_epoch) for trial in trials), device, at_once):
+        record["environment"]["at_once"] = at_once
+        yield record
 
-    `begun` may leave out parts when their turn comes. What fails stops nothing else, and is raised in the end.
+
+def most_at_once(device: torch.device | str) -> int:
+    """How many trials train side by side unless told otherwise."""
+    return AT_ONCE.get(torch.device(device).type, 1)
+
+
+def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[records.Record]:
+    """The records in a file; a line that is none is a UsageError.
+
+    A last line that a killed run left half-written is repaired first, which `warn` is told.
     """
+    if not out.exists():
+        return []
+    if message := records.mend(out):
+        warn(message)
+    try:
+        return records.read(out)
+    except ValueError as error:
+        raise UsageError(f"{error}; remove that line, or choose another --out") from error
 
-    def alone(trial: Trial) -> Work[list[records.Record]]:
-        yield
-        return [run(trial, arrays, device, None if on_epoch is None else partial(on_epoch, trial))]
 
-    failed: list[Exception] = []
-    for finished in (
-        run_interleaved(begun(parts.ensembles), arrays, device, at_once=at_once, on_epoch=on_epoch),
-        in_turn((alone(trial) for part in begun([[t] for t in parts.alone]) for trial in part), device, 1),
-    ):
-        try:
-            yield from finished
-        except Exception as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
+def known(out: Path, data: Arrays | Text, warn: Callable[[str], None] = warnings.warn) -> dict[str, records.Record]:
+    """The records in a file by configuration; runs on other data of the same name are a UsageError."""
+    return by_key(finished(out, warn), data, out)
+
+
+def recorded(
+    trials: Sequence[Trial], data: Arrays | Text, out: Path, warn: Callable[[str], None] = warnings.warn
+) -> list[records.Record]:
+    """The records of those trials that are in the file, in the trials' order."""
+    found = known(out, data, warn)
+    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
 
 
 def key(config: dict) -> str:
-    """A configuration as text, the same for equal ones."""
+    """A configuration as text; equal ones give equal text."""
     return records.dumps(config)

@@ -1,4 +1,4 @@
-"""Curves of records for TensorBoard, where it is installed."""
+"""Curves of records for TensorBoard, if it is installed."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share")
 
 
 def export(runs: Iterable[Record], folder: Path) -> None:
-    """Write each run's columns, a point per epoch, into a folder of its own below `folder`."""
+    """Write each run's columns, a point per epoch, to its own folder below `folder`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -25,7 +25,7 @@ def export(runs: Iterable[Record], folder: Path) -> None:
 
 
 def folder_name(number: int, run: Record) -> str:
-    """A name for a run's folder, from letters that every file system takes."""
+    """A name for a run's folder, of characters that every file system accepts."""
     config = run["config"]
     words = [f"{number:04}", config["method"], f"lr {config['lr']:g}", f"seed {run.get('seed')}"]
     text = " ".join([*words, options_label(config.get("options") or {})])

@@ -1,8 +1,8 @@
-"""The training loop of all experiments: what the paper's figures measure, and nothing else."""
+"""The training loop of every command and experiment."""
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,93 +10,136 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from . import distributed, feed
+from . import distributed
 from .data import Arrays, Text
 from .evaluate import evaluate
+from .loader import epoch_batches, steps_per_epoch
+from .parallel_trials import CapturedStep
 
 Epoch = dict[str, Any]
-CHECK_EVERY = 25  # steps between two looks at the loss: a look makes a GPU wait
+CHECK_EVERY = 25  # steps between two checks that the loss is finite
+
+
+class Training:
+    """A training by cross-entropy, resumable after every epoch; `rows` has one row per finished epoch.
+
+    A row has `train_loss` (the mean over the epoch's batches as they were trained on, as in the paper's figure 2),
+    `test_loss`, `test_accuracy` and `dead_share` after the epoch, `seconds` and `steps` of training, and `diverged`.
+    Training ends with the epoch in which the loss stops being finite.
+
+    `seed` fixes the order of the data. `schedule` maps the finished share of the training to a factor on every group's
+    lr. `on_step` receives the number of each step and its loss. With `capture` the steps run as CUDA graphs: the
+    optimizer must be capturable, and needs a tensor as lr if there is a schedule. Processes that were joined
+    (`distributed.joined`) each train on their share of every batch and compute the same rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Arrays | Text,
+        *,
+        epochs: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        augment: bool | str = False,
+        schedule: Callable[[float], float] | None = None,
+        on_step: Callable[[int, Tensor], None] | None = None,
+        capture: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self.model, self.optimizer, self.data = model.to(device).train(), optimizer, data.to(device)
+        self.epochs, self.batch_size, self.augment = epochs, batch_size, augment
+        self.schedule, self.on_step = schedule, on_step
+        self.network = distributed.wrapped(self.model, device)
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.order = torch.Generator().manual_seed(seed)
+        self.loss, self.total = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.step = CapturedStep(self._step) if capture else self._step
+        self.rows: list[Epoch] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all epochs are trained, or the loss diverged."""
+        return len(self.rows) >= self.epochs or bool(self.rows and self.rows[-1]["diverged"])
+
+    def run(self, on_epoch: Callable[[Epoch], None] | None = None) -> Iterator[None]:
+        """Train to the end, pausing after every step."""
+        while not self.done:
+            yield from self.epoch()
+            if on_epoch is not None:
+                on_epoch(self.rows[-1])
+
+    def finish(self, on_epoch: Callable[[Epoch], None] | None = None) -> list[Epoch]:
+        """Train to the end without a pause; the rows."""
+        for _ in self.run(on_epoch):
+            pass
+        return self.rows
+
+    def epoch(self) -> Iterator[None]:
+        """Train one epoch, pausing after every step, and add its row; `seconds` leaves the pauses out."""
+        steps, count, seconds = steps_per_epoch(self.data, self.batch_size), 0, 0.0
+        self.total.zero_()
+        batches = epoch_batches(self.data, self.batch_size, self.order, self.device, self.augment)
+        for number in range(steps):
+            start = time.perf_counter()
+            x, y = next(batches)
+            self._set_rates(len(self.rows) * steps + number, self.epochs * steps)
+            self.step(x, y)
+            count += len(y)
+            if self.on_step is not None:
+                self.on_step(len(self.rows) * steps + number, self.loss)
+            diverged = number % CHECK_EVERY == 0 and self._seen_diverged()
+            seconds += time.perf_counter() - start
+            yield
+            if diverged:
+                break
+        start = time.perf_counter()
+        mean = self.total.item() / count  # waits for a GPU
+        seconds += time.perf_counter() - start
+        row = {"epoch": len(self.rows) + 1, "train_loss": mean, "seconds": seconds, "steps": steps}
+        self.rows.append({**row, "diverged": not math.isfinite(mean), **evaluate(self.model, self.data)})
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        """One training step; `total` sums the losses of the epoch's examples."""
+        self.optimizer.zero_grad()
+        loss = mean_loss(self.network, x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.loss.copy_(distributed.mean(loss))
+        self.total.add_(self.loss, alpha=len(y))
+
+    def _set_rates(self, step: int, steps: int) -> None:
+        """Apply the schedule; a captured step reads its lr from a tensor, which keeps its address."""
+        if self.schedule is None:
+            return
+        factor = self.schedule(step / steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+
+    def _seen_diverged(self) -> bool:
+        """Whether the loss is known to be infinite or NaN; a GPU is not asked, because the answer takes a wait."""
+        return self.device.type != "cuda" and not math.isfinite(self.total.item())
 
 
 def train(
     model: nn.Module,
     optimizer: Optimizer,
-    arrays: Arrays | Text,
+    data: Arrays | Text,
     *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    device: torch.device | str = "cpu",
     on_epoch: Callable[[Epoch], None] | None = None,
-    on_step: Callable[[int, Tensor], None] | None = None,
-    augment: bool | str = False,
-    schedule: Callable[[float], float] | None = None,
+    **settings: Any,
 ) -> list[Epoch]:
-    """Train by cross-entropy and return a row per epoch.
-
-    A row has `train_loss`, the mean loss of the epoch's batches as they were met (the paper's figure 2),
-    `test_loss`, `test_accuracy` and `dead_share` at the epoch's end, `seconds` and `steps` of training, and `diverged`.
-    Training stops after the epoch in which the loss ceases to be finite. `seed` fixes the order of the data;
-    `schedule` gives the factor on every group's lr from the share of training that is done; `on_step` gets
-    the number of the step and its loss (detached). Processes that were joined (`distributed.joined`) share every
-    batch and give the same rows.
-    """
-    model.to(device).train()
-    arrays = arrays.to(device)
-    network = distributed.wrapped(model, device)
-    generator = torch.Generator().manual_seed(seed)
-    steps = feed.steps_per_epoch(arrays, batch_size)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    rows: list[Epoch] = []
-
-    def before_step(step: int) -> None:
-        if schedule is not None:
-            factor = schedule((len(rows) * steps + step) / (epochs * steps))
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-
-    def after_step(step: int, loss: Tensor) -> None:
-        if on_step is not None:
-            on_step(len(rows) * steps + step, loss)
-
-    while len(rows) < epochs and not (rows and rows[-1]["diverged"]):
-        data = feed.epoch(arrays, batch_size, generator, device, augment)
-        start = time.perf_counter()
-        loss = _train_epoch(network, optimizer, data, before_step, after_step)
-        row = {"epoch": len(rows) + 1, "train_loss": loss, "seconds": time.perf_counter() - start}
-        row |= {"steps": steps, "diverged": not math.isfinite(loss), **evaluate(model, arrays)}
-        rows.append(row)
-        if on_epoch is not None:
-            on_epoch(row)
-    return rows
-
-
-def _train_epoch(
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: Iterable[tuple[Tensor, Tensor]],
-    before_step: Callable[[int], None],
-    after_step: Callable[[int, Tensor], None],
-) -> float:
-    """Mean loss over one pass of `data`, or over its beginning if that is not finite: then the pass ends early."""
-    total, count = torch.zeros(()), 0
-    for step, (x, y) in enumerate(data):
-        before_step(step)
-        optimizer.zero_grad()
-        loss = mean_loss(model, x, y)
-        loss.backward()
-        optimizer.step()
-        loss = distributed.mean(loss)
-        after_step(step, loss)
-        total = total.to(loss.device) + loss * len(y)
-        count += len(y)
-        if step % CHECK_EVERY == 0 and not math.isfinite(total.item()):
-            break
-    return total.item() / count
+    """Train to the end; the rows. `settings` are those of `Training`."""
+    return Training(model, optimizer, data, **settings).finish(on_epoch)
 
 
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of this process's share of the batch, such that the mean over processes is that of the batch."""
+    """Cross-entropy of this process's share of the batch, scaled so that the mean over processes is the batch's."""
     mine = distributed.share(y).flatten()
     output = model(distributed.share(x)).flatten(0, -2)
     if distributed.size() == 1:

@@ -2,22 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from . import distributed, records
+from . import records
 from .data import Arrays, Text
 from .identity import described
 from .methods import METHODS
 from .models import MODELS
-from .train import Epoch, linear_decay, train
+from .parallel_trials import Work, round_robin
+from .train import Epoch, Training, linear_decay
+
+OnEpoch = Callable[["Trial", Epoch], None]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What defines a run. `options` go to the optimizer beside lr, `model_options` to the network.
+    """The definition of a run. `options` go to the optimizer beside lr, `model_options` to the network.
 
     `augment` is as in `data.augmented`: True for crop and flip, or names joined by "+".
     """
@@ -34,51 +38,53 @@ class Trial:
     model_options: dict[str, Any] = field(default_factory=dict)
 
 
-def config(trial: Trial, arrays: Arrays | Text) -> dict[str, Any]:
-    """What a record says was run."""
-    return {**asdict(trial), **described(arrays)}
+def config(trial: Trial, data: Arrays | Text) -> dict[str, Any]:
+    """The configuration that a record states."""
+    return {**asdict(trial), **described(data)}
 
 
-def run(
-    trial: Trial,
-    arrays: Arrays | Text,
-    device: torch.device | str = "cpu",
-    on_epoch: Callable[[Epoch], None] | None = None,
-) -> records.Record:
-    """Train from the weights that `trial.seed` gives (the same for every method) and return the record."""
-    method = METHODS[trial.method]
+def start(
+    trial: Trial, data: Arrays | Text, device: torch.device | str = "cpu", *, capture: bool = False, model: Any = None
+) -> Training:
+    """The trial's training before its first step; `trial.seed` gives every method the same weights.
+
+    With `capture` its steps run as CUDA graphs where the device and the method allow it. `model` replaces the network.
+    """
+    method, device, options = METHODS[trial.method], torch.device(device), trial.options
+    lr: float | Tensor = trial.lr
     torch.manual_seed(trial.seed)
-    model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options).to(device)
-    rows = train(
+    if model is None:
+        model = MODELS[trial.model](data.channels, batch_norm=method.batch_norm, **trial.model_options)
+    capture = capture and device.type == "cuda" and method.capture_options is not None
+    if capture:
+        options = {**(method.capture_options or {}), **options}
+        lr = torch.tensor(lr, device=device) if trial.decay_lr else lr  # a graph reads a schedule's lr from a tensor
+    optimizer = method.optimizer(model.to(device), lr=lr, **options)
+    return Training(
         model,
-        method.optimizer(model, lr=trial.lr, **trial.options),
-        arrays,
+        optimizer,
+        data,
         epochs=trial.epochs,
         batch_size=trial.batch_size,
         seed=trial.seed,
         device=device,
-        on_epoch=on_epoch,
         augment=trial.augment,
         schedule=linear_decay if trial.decay_lr else None,
+        capture=capture,
     )
-    return records.make(config(trial, arrays), trial.seed, rows, device)
 
 
-def run_recorded(
-    trial: Trial,
-    arrays: Arrays | Text,
-    out: Path,
-    device: torch.device | str = "cpu",
-    on_epoch: Callable[[Epoch], None] | None = None,
+def work(
+    trial: Trial, data: Arrays | Text, device: torch.device | str, on_epoch: OnEpoch | None = None
+) -> Work[records.Record]:
+    """The trial in steps, for `round_robin`; ends with its record."""
+    training = start(trial, data, device, capture=True)
+    yield from training.run(on_epoch and partial(on_epoch, trial))
+    return records.make(config(trial, data), trial.seed, training.rows, device)
+
+
+def run(
+    trial: Trial, data: Arrays | Text, device: torch.device | str = "cpu", on_epoch: OnEpoch | None = None
 ) -> records.Record:
-    """Run the trial and add its record to `out`: in this process, or under torchrun in all of its processes.
-
-    The first process alone writes, and alone calls `on_epoch`.
-    """
-    with distributed.joined(device) as mine:
-        first = distributed.rank() == 0
-        record = run(trial, arrays, mine, on_epoch if first else None)
-        record["environment"]["processes"] = distributed.size()
-        if first:
-            records.append(out, record)
-    return record
+    """Run the trial by itself; its record."""
+    return next(round_robin([work(trial, data.to(device), device, on_epoch)], device, at_once=1))

@@ -1,4 +1,4 @@
-"""Checks of what the command line was given; a failure is one line for the user, never a traceback."""
+"""Checks of command line arguments; a failure is one line for the user, never a traceback."""
 
 import difflib
 import io
@@ -16,33 +16,33 @@ T = TypeVar("T")
 
 
 class UsageError(Exception):
-    """Something the user asked for cannot be done; the message says what, why and the way out."""
+    """A request that cannot be carried out; the message says which, why and the way out."""
 
 
 def usable_device(name: str) -> torch.device:
-    """The device called `name`, if this torch and this machine have it; a GPU is told to expect many streams."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when the GPU is used for the first time
+    """The device called `name`, if this torch and this machine have it; a GPU is prepared for many streams."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read at the first use of the GPU
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).add_(1).item()  # does it compute, and give back what it computed?
+        torch.zeros(1, device=device).add_(1).item()  # does it compute and return results?
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {name} cannot be used here ({first_line(error)}); try --device cpu") from error
     return device
 
 
 def of_file(error: OSError) -> str:
-    """What the system says of a file, in a few words: its name and why."""
+    """The system's error about a file in a few words: its name and the reason."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or else its name."""
+    """The first line of an exception's message, or its name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def writable_folder(path: Path, flag: str = "--out") -> Path:
-    """`path`, made if need be, with the assurance that a file can be written there."""
+    """`path`, created if missing, after a check that files can be written there."""
     probe = path / ".writable"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -54,14 +54,14 @@ def writable_folder(path: Path, flag: str = "--out") -> Path:
 
 
 def in_range(value: int, lowest: int, highest: int, flag: str) -> int:
-    """`value`, if it lies between the bounds, both included."""
+    """`value`, if it is between the bounds, both included."""
     if not lowest <= value <= highest:
         raise UsageError(f"{flag} must be between {lowest} and {highest}; got {value}")
     return value
 
 
 def known_name(name: str, known: Iterable[str], what: str) -> str:
-    """`name`, if it is known; otherwise the nearest name is suggested."""
+    """`name`, if it is known; the error suggests the nearest name."""
     known = list(known)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -71,14 +71,14 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
 
 
 def budget(seconds: float | None) -> float | None:
-    """`seconds`, if it is no number below zero, and a number at all; None is no limit."""
-    if seconds is not None and not seconds >= 0:
+    """`seconds`, if 0 or more; None is no limit."""
+    if seconds is not None and not seconds >= 0:  # also refuses nan
         raise UsageError(f"--budget takes seconds, 0 or more; got {seconds:g}")
     return seconds
 
 
 def some(values: Sequence[T], flag: str) -> Sequence[T]:
-    """`values`, if there are any: an empty grid has nothing to run."""
+    """`values`, if there are any."""
     if not values:
         raise UsageError(f"{flag} is empty, so there is nothing to run; give it at least one value")
     return values
@@ -96,7 +96,7 @@ def stepsize(text: str, flag: str) -> float:
 
 
 def pairs(words: Iterable[str], flag: str) -> dict[str, Any]:
-    """A dict from words NAME=VALUE; a value is read as JSON (0.1, true, null), and as text where it is none.
+    """A dict from words NAME=VALUE; a value is read as JSON (0.1, true, null), or else as text.
 
     >>> pairs(["damping=0.1", "trust=null", "base=Adam"], "--options")
     {'damping': 0.1, 'trust': None, 'base': 'Adam'}
@@ -114,6 +114,6 @@ def pairs(words: Iterable[str], flag: str) -> dict[str, Any]:
 
 
 def any_terminal() -> None:
-    """Let letters that the terminal does not have be written as escapes, as on stderr, and not end the command."""
+    """Write characters that the terminal lacks as escapes, instead of ending the command with an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

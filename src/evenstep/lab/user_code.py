@@ -1,4 +1,4 @@
-"""A model, and inputs for it, from a file of the user's own: whatever goes wrong there is told with file and line."""
+"""A model, and inputs for it, from a user's file; an error in it is reported with its file and line."""
 
 import importlib.util
 import math
@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from .usage import UsageError
 
 T = TypeVar("T")
 FORM = "give FILE.py:FUNCTION, the function in the file that builds the model"
-MOST = 2**30  # numbers in an input of a given shape
+MOST = 2**30  # numbers in an input
 
 
 def load(target: str) -> tuple[nn.Module, ModuleType]:
@@ -28,15 +29,16 @@ def load(target: str) -> tuple[nn.Module, ModuleType]:
         raise UsageError(f"{target!r} has no function in it; {FORM}")
     module = imported(path)
     if not callable(getattr(module, function, None)):
-        raise UsageError(f"{path} has no function {function!r}; it has: {', '.join(functions(module)) or 'none'}")
+        names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise UsageError(f"{path} has no function {function!r}; it has: {', '.join(names) or 'none'}")
     model = guarded(path, getattr(module, function))
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} returned {type(model).__name__}; it should return a torch.nn.Module")
-    _ready(model, target)
+    _check(model, target)
     return model, module
 
 
-def _ready(model: nn.Module, target: str) -> None:
+def _check(model: nn.Module, target: str) -> None:
     """Refuse a model whose parameters cannot be trained as they are."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -48,15 +50,14 @@ def _ready(model: nn.Module, target: str) -> None:
 
 
 def imported(path: Path) -> ModuleType:
-    """The file at `path` as a module; files beside it can be imported from it."""
+    """The file at `path` as a module that can import files beside it."""
     name = f"{path.stem} of the user" if path.stem in sys.modules else path.stem  # a file may be called random.py
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is {'not a Python file' if path.exists() else 'not there'}; {FORM}")
-    module = importlib.util.module_from_spec(spec)
-    loader = spec.loader
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module  # as for any module: dataclasses and pickle look there
+    sys.modules[name] = module  # dataclasses and pickle look it up there
     try:
         guarded(path, lambda: loader.exec_module(module))
     except UsageError:
@@ -68,7 +69,7 @@ def imported(path: Path) -> ModuleType:
 
 
 def inputs(shape: str | None, module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments for the model: random numbers of a shape such as "8x3x32x32", or what the file's `inputs()` returns."""
+    """Arguments of the model: random numbers of a shape such as "8x3x32x32", or the result of the file's `inputs()`."""
     if shape is not None:
         try:
             return (torch.randn(sizes(shape)),), {}
@@ -76,10 +77,10 @@ def inputs(shape: str | None, module: ModuleType, path: Path) -> tuple[tuple[Any
             raise UsageError(f"--input {shape} does not fit into memory here; give a smaller shape") from error
     if not callable(getattr(module, "inputs", None)):
         return None
-    given = guarded(path, module.inputs)
-    if isinstance(given, dict):
-        return (), given
-    return given if isinstance(given, tuple) else (given,), {}
+    arguments = guarded(path, module.inputs)
+    if isinstance(arguments, dict):
+        return (), arguments
+    return arguments if isinstance(arguments, tuple) else (arguments,), {}
 
 
 def sizes(shape: str) -> list[int]:
@@ -93,7 +94,7 @@ def sizes(shape: str) -> list[int]:
 
 
 def guarded(path: Path, action: Callable[[], T], way_out: str = "") -> T:
-    """Do something of the user's; a failure becomes one line that names the place in their file, and a way out."""
+    """Run the user's code; a failure becomes a UsageError of one line with the place in their file, and a way out."""
     try:
         return action()
     except UsageError:
@@ -103,27 +104,15 @@ def guarded(path: Path, action: Callable[[], T], way_out: str = "") -> T:
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         place = f"{path}:{line}" if line else str(path)
-        said = ": ".join(filter(None, [place, type(error).__name__, " ".join(text.split())]))
-        raise UsageError("; ".join(filter(None, [said, way_out]))) from error
-
-
-def functions(module: ModuleType) -> list[str]:
-    """Names of what a module defines itself and can be called."""
-    return [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+        message = ": ".join(filter(None, [place, type(error).__name__, " ".join(text.split())]))
+        raise UsageError("; ".join(filter(None, [message, way_out]))) from error
 
 
 def scalar(output: Any) -> Tensor:
-    """A loss from whatever a model returns: its own `loss` if it has one, else the mean square of its numbers."""
+    """A loss from a model's output: its own `loss` if it has one, else the mean square of its numbers."""
     if isinstance(own := getattr(output, "loss", None), Tensor) and own.requires_grad:
         return own.mean()
-    found = [t for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
-    if not found:
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    if not leaves:
         raise UsageError("the model's output has no tensor that depends on its parameters, so it cannot be trained")
-    return torch.stack([t.float().square().mean() for t in found]).sum()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
-    return [t for item in items for t in _tensors(item)]
+    return torch.stack([t.float().square().mean() for t in leaves]).sum()

@@ -1,6 +1,14 @@
-"""The commands of `evenstep`, a file each: `Options`, what the command line may say, and `main`, what it does.
+"""The commands of `evenstep`: `Options`, a command's arguments, and `main`, which carries them out.
 
-A new command is a new file here and its name in COMMANDS.
+A new command is a new file here and a row in COMMANDS.
 """
 
-COMMANDS = ("demo", "reproduce", "sweep", "train", "report", "doctor", "bench")
+COMMANDS = {
+    "demo": "run_demo",
+    "reproduce": "run_reproduction",
+    "sweep": "run_sweep",
+    "train": "run_training",
+    "report": "run_report",
+    "doctor": "run_doctor",
+    "bench": "run_bench",
+}

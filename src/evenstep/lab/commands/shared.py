@@ -1,24 +1,22 @@
-"""What the commands that train have in common."""
+"""What the commands that train share: their common options, and checks before anything runs."""
 
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-import tyro
 from torch.nn import functional
 
-from .. import data, feed, usage
-from ..data.feeding import AUGMENTATIONS
+from .. import data, loader, usage
 from ..experiments.common import failures_expected
+from ..loader import AUGMENTATIONS
 from ..methods import METHODS
 from ..models import MODELS
 from ..trial import Trial
 
-CLASSES = 10  # what the networks have unless told otherwise
-NONE = "(default: none)"  # what the help says of options that take several values and may stay empty
+CLASSES = 10  # outputs of the networks unless told otherwise
 UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError, MemoryError)
 
 
@@ -26,33 +24,28 @@ UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, Arith
 class Setting:
     """Network, data and length of a training."""
 
-    model: Annotated[str, tyro.conf.arg(help=f"Network to train: {', '.join(MODELS)}.")] = "paper_cnn"
+    model: str = field(default="paper_cnn", metadata={"help": f"Network to train: {', '.join(MODELS)}."})
     data: str = "fashion"
-    """`fashion` for the images inside the package, or a path: CIFAR-10, idx files, an image folder, a text."""
+    """`fashion` for the images in the package, or a path: CIFAR-10, idx files, an image folder, a text."""
     epochs: int = 10
     """Passes over the training set."""
     batch_size: int = 64
     """Examples per step."""
-    augment: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(
-            metavar="WHAT",
-            help=f"Change the images at random: any of {', '.join(AUGMENTATIONS)}.",
-            help_behavior_hint=NONE,
-        ),
-    ] = ()
+    augment: tuple[str, ...] = field(
+        default=(), metadata={"help": f"Random changes of the images: any of {', '.join(AUGMENTATIONS)}."}
+    )
     decay_lr: bool = False
-    """Let the stepsize fall to zero in a straight line."""
-    options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint=NONE)] = ()
-    """Keywords for the optimizer, such as momentum=0.9."""
-    model_options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE", help_behavior_hint=NONE)] = ()
-    """Keywords for the network, such as width=2."""
+    """Let the stepsize fall linearly to zero."""
+    options: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=VALUE"})
+    """Keywords of the optimizer, such as momentum=0.9."""
+    model_options: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=VALUE"})
+    """Keywords of the network, such as width=2."""
     device: str = "cpu"
     """Where to train: cpu, cuda, mps, ..."""
 
 
 def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
-    """A trial in this setting, if all it names is known and in range."""
+    """A trial in this setting; a UsageError if a name is unknown or a number is out of range."""
     return Trial(
         method=usage.known_name(method, METHODS, "method"),
         lr=lr,
@@ -68,7 +61,7 @@ def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
 
 
 def augmentation(names: Iterable[str]) -> Any:
-    """What a trial calls these augmentations: False for none, True for crop and flip, else their names joined by "+".
+    """A trial's form of these augmentations: False for none, True for crop and flip, else their names joined by "+".
 
     >>> augmentation([]), augmentation(["flip", "crop"]), augmentation(["cutout", "flip"])
     (False, True, 'flip+cutout')
@@ -80,7 +73,7 @@ def augmentation(names: Iterable[str]) -> Any:
 
 
 def load(setting: Setting, *, images: bool = False) -> data.Arrays | data.Text:
-    """The setting's data, if its network can be trained on them; with `images` there is no network for a text."""
+    """The setting's data; a UsageError if its network cannot be trained on them, or if they are not `images`."""
     arrays = data.load(setting.data)
     text = isinstance(arrays, data.Text)
     if text and images:
@@ -92,43 +85,40 @@ def load(setting: Setting, *, images: bool = False) -> data.Arrays | data.Text:
 
 
 def fitted(wanted: Trial, arrays: data.Arrays | data.Text) -> Trial:
-    """The trial with a network that has an output for each class, where there are not ten of them."""
+    """The trial with as many outputs as the data have classes."""
     if isinstance(arrays, data.Text) or len(arrays.classes) == CLASSES or "classes" in wanted.model_options:
         return wanted
     return replace(wanted, model_options={**wanted.model_options, "classes": len(arrays.classes)})
 
 
 def try_out(example: Trial, arrays: data.Arrays | data.Text, device: torch.device | str = "cpu") -> None:
-    """Build the trial's network and optimizer once, and take one step on two examples.
-
-    An option that neither takes, or cannot run with, is so told before anything runs.
-    """
+    """Build the trial's network and optimizer and take one step on two examples; a UsageError if an option is wrong."""
     method, order = METHODS[example.method], torch.Generator().manual_seed(0)
-    network = f"--model {example.model} with {example.model_options}"
-    rule = f"method {example.method} with {example.options}"
+    network = f"--model {example.model} with {example.model_options}", example.model_options
+    rule = f"method {example.method} with {example.options}", example.options
     with torch.random.fork_rng(devices=[]), failures_expected(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        with _told(network, example.model_options):
+        with _blamed(*network):
             model = MODELS[example.model](arrays.channels, batch_norm=method.batch_norm, **example.model_options)
             model = model.to(device).train()
-        with _told(rule, example.options):
+        with _blamed(*rule):
             optimizer = method.optimizer(model, lr=example.lr, **example.options)
-        x, y = next(feed.epoch(arrays, 2, order, device, False))
-        with _told(network, example.model_options):
+        x, y = next(loader.epoch_batches(arrays, 2, order, device))
+        with _blamed(*network):
             output = model(x).flatten(0, -2)
-        if isinstance(arrays, data.Arrays) and output.shape[-1] < len(arrays.classes):
-            raise usage.UsageError(
-                f"{network}: it has {output.shape[-1]} outputs, and {arrays.name} has {len(arrays.classes)} classes"
-            )
-        with _told(network, example.model_options):
+            if isinstance(arrays, data.Arrays) and output.shape[-1] < len(arrays.classes):
+                raise usage.UsageError(
+                    f"{network[0]}: it has {output.shape[-1]} outputs, "
+                    f"and {arrays.name} has {len(arrays.classes)} classes"
+                )
             functional.cross_entropy(output, y.flatten()).backward()
-        with _told(rule, example.options):
+        with _blamed(*rule):
             optimizer.step()
 
 
 @contextmanager
-def _told(what: str, options: dict[str, Any]) -> Iterator[None]:
-    """Make of a failure one line for the user; without options most kinds are faults of ours, and stay as they are."""
+def _blamed(what: str, options: dict[str, Any]) -> Iterator[None]:
+    """Turn a failure into a UsageError about `what`; without options most kinds are our own bugs, and stay."""
     try:
         yield
     except UNFIT as error:

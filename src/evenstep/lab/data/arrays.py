@@ -1,4 +1,4 @@
-"""What a data set is once it is read: images as bytes, or a text as numbers of its characters."""
+"""A data set in memory: images as bytes, or a text as numbers of its characters."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ class Arrays:
     def mean_std(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel over the training set, both [C, 1, 1], exact up to rounding.
 
-        They come from a histogram of the 256 byte values, so no float copy of the set is made.
+        Computed from a histogram of the 256 byte values, without a float copy of the set.
         """
         channels = self.train_x.cpu().unbind(1)
         counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in channels]).double()
@@ -74,7 +74,7 @@ class Text:
 
     @property
     def channels(self) -> int:
-        """Number of different characters: what a network must know of the text."""
+        """Number of different characters, the size of a network's vocabulary."""
         return len(self.vocabulary)
 
     def to(self, device: torch.device | str) -> "Text":

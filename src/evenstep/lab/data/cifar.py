@@ -1,4 +1,4 @@
-"""CIFAR-10 from its python batches, in a folder or in the archive; nothing in them is executed."""
+"""CIFAR-10 from its python batches, in a folder or in the archive; no code in them is executed."""
 
 import hashlib
 import tarfile
@@ -21,10 +21,10 @@ ORIGINAL_TEST_MD5 = "40351d587109b95175f43aff81a1287e"
 
 
 def cifar10(source: Path | str, name: str | None = None) -> Arrays:
-    """CIFAR-10 from a `cifar-10-batches-py` folder, from the folder that holds it, or from the .tar.gz archive.
+    """CIFAR-10 from a `cifar-10-batches-py` folder, from its parent folder, or from the .tar.gz archive.
 
     The files are pickles, read by an unpickler that can build arrays and nothing else. `name` is for figures; a copy
-    whose test batch is not the original, byte for byte, is called one unless you name it: "CIFAR-10 (JPEG)".
+    whose test batch differs from the original is called "CIFAR-10 (altered copy)" unless it has a `name`.
     """
     source = Path(source)
     files = _from_archive(source) if source.is_file() else _from_folder(source)
@@ -38,7 +38,7 @@ def cifar10(source: Path | str, name: str | None = None) -> Arrays:
 
 
 def _from_folder(folder: Path) -> dict[str, tuple[str, bytes]]:
-    """Where each batch file lies, and its content."""
+    """The path and the content of each batch file."""
     if (folder / CIFAR_FOLDER).is_dir():
         folder = folder / CIFAR_FOLDER
     for key in (*TRAIN, TEST):
@@ -48,7 +48,7 @@ def _from_folder(folder: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def _from_archive(path: Path) -> dict[str, tuple[str, bytes]]:
-    """The same from a tar archive, compressed or not; nothing is written to disk."""
+    """The same from a tar archive, compressed or not, without writing to disk."""
     files: dict[str, tuple[str, bytes]] = {}
     try:
         with tarfile.open(path) as archive:
@@ -58,7 +58,7 @@ def _from_archive(path: Path) -> dict[str, tuple[str, bytes]]:
                     content = archive.extractfile(member)
                     files[inside.name] = f"{path}, {member.name}", b"" if content is None else content.read()
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
-                pass  # to the end, where the checksum is
+                pass  # read to the end, where the checksum is
     except Exception as error:  # a damaged archive can raise nearly anything
         raise ValueError(f"{path}: not a readable archive: {first_line(error)}.") from error
     missing = [key for key in (*TRAIN, TEST) if key not in files]
@@ -84,7 +84,7 @@ def _batch(where: str, content: bytes) -> tuple[Tensor, Tensor]:
 
 
 def _describe(value: Any) -> str:
-    """What came instead, in a few words."""
+    """A wrong value in a few words."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} of shape {list(value.shape)}"
     return f"{type(value).__name__} of length {len(value)}" if hasattr(value, "__len__") else type(value).__name__

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: the 5,000 images that are shipped, and the full set (or any set in MNIST's idx files)."""
+"""Fashion-MNIST: the 5,000 images in the package, and the full set or any other in MNIST's idx files."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ FASHION_FILE = "fashion-mnist-5000.npz.xz"
 FASHION_SHA256 = "cd5d79da25a9b026e6b1eb283d920cf53447189e511471269a59a33b3b57cb67"
 FASHION_NAME = "Fashion-MNIST (4,000 training images)"
 FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-FASHION_BEGINS = [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]  # labels; the files are named as MNIST's are
+FASHION_BEGINS = [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]  # its first labels: the file names are those of MNIST
 SIDE = 32
 
 
@@ -34,7 +34,7 @@ def fashion_mnist_subset(path: Path | None = None) -> Arrays:
     packed = source.read_bytes()
     if (found := hashlib.sha256(packed).hexdigest()) != FASHION_SHA256:
         raise ValueError(f"{source}: sha256 is {found}, not {FASHION_SHA256}: the file is damaged; reinstall evenstep.")
-    import lzma  # here, since some builds of Python come without it
+    import lzma  # some builds of Python lack it
 
     with np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False) as arrays:
         train_x, train_y, test_x, test_y = (
@@ -76,7 +76,7 @@ def _split(folder: Path, prefix: str) -> tuple[Tensor, Tensor]:
 
 
 def _read(folder: Path, name: str, dimensions: int) -> tuple[Path, np.ndarray]:
-    """Where an idx file lies, and its bytes as an array of so many dimensions."""
+    """The path of an idx file, and its bytes as an array."""
     path = idx_file(folder, name)
     if path is None:
         raise FileNotFoundError(f"{folder / name}: no such file, nor {name}.gz; it should be one of MNIST's idx files.")

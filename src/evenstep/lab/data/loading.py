@@ -1,4 +1,4 @@
-"""`load`: a data set from a name or a path, whatever the path holds."""
+"""`load`: a data set from a name or a path, whose kind is recognised."""
 
 import difflib
 import tarfile
@@ -15,19 +15,19 @@ from .text import text_file
 
 NAMES = ("fashion",)  # sets that need no path: the images inside the package
 LAYOUTS = f"{CIFAR_FOLDER}, MNIST's idx files, or train/ with val/ or test/"
-KINDS = ("cifar", "idx", "folder", "text", "archive")  # the last: one that is no tar file
+KINDS = ("cifar", "idx", "folder", "text", "archive")  # archive: a packed file that is no tar file
 ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zip")
 
 
 def load(
     source: str | Path, *, size: int = 32, name: str | None = None, prefer: Sequence[str] = KINDS
 ) -> Arrays | Text:
-    """The data set called `source` (see NAMES), or that lies there.
+    """The data set of the name or path `source`.
 
-    A folder may be or hold cifar-10-batches-py, hold MNIST's four idx files, or be an ImageFolder (resized to `size`
-    pixels); a file may be the archive of CIFAR-10, or a text. `name` is what figures call CIFAR-10 where the copy is
-    not the original, `prefer` the order in which kinds are taken where a folder is several. What cannot be read is a
-    UsageError that names the file and says why.
+    A folder may be or contain cifar-10-batches-py, contain MNIST's four idx files, or be an ImageFolder (resized to
+    `size` pixels); a file may be the archive of CIFAR-10, or a text. `name` is the name of CIFAR-10 in figures, for a
+    copy that differs from the original. A folder of several kinds is read as the first one in `prefer`. A UsageError
+    names a file that cannot be read, and why.
     """
     if str(source) in NAMES:
         return fashion_mnist_subset()
@@ -54,14 +54,14 @@ def load(
 
 
 def find(source: str | Path, kind: str) -> Path | None:
-    """Where a set of that kind (see KINDS) lies: `source` itself, or a child of that folder; None if nowhere."""
+    """The path of a set of that kind (see KINDS): `source` itself, or a child of that folder; None if there is none."""
     path = Path(source)
     children = sorted(path.iterdir()) if path.is_dir() else []
     return next((p for p in [path, *children] if p.exists() and kind in recognise(p)), None)
 
 
 def recognise(path: Path) -> list[str]:
-    """The kinds of data set that a path looks like, none if it looks like no known one."""
+    """The kinds of data set that a path looks like."""
     if path.is_file():
         packed = "archive" if path.suffix.lower() in ARCHIVES else "text"
         try:
@@ -77,7 +77,7 @@ def recognise(path: Path) -> list[str]:
 
 
 def _unknown(path: Path) -> str:
-    """Nothing of that name: what to try instead."""
+    """The error for a missing path, with a suggestion."""
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [*NAMES, *beside], n=1)
     hint = f"did you mean {str(path.with_name(near[0]) if near[0] in beside else near[0])!r}?" if near else ""

@@ -1,9 +1,8 @@
-"""The paper's experiments, each a file with the same few names.
+"""The paper's experiments, a file each with the same names.
 
-- `run(options, out, device, progress)` adds to the file of records `out` what it lacks, and returns the records;
-- `CLAIMS` are what the paper claims, each with its section and its judge; `CLAIM` and `verdict(records)` are all of
-  them in one;
-- `SETTING` says how it was run, `table(records)` gives the numbers, `plot(records)` the figure.
+`run(options, out, device, progress)` adds the missing records to the file `out` and returns all of them. `CLAIMS` are
+the paper's claims, each with its section and the function that judges it. `SETTING` says how it was run,
+`table(records)` gives the numbers, `plot(records)` the figure.
 """
 
 from types import ModuleType

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,9 @@ from torch import Tensor
 from ...math import change_of_variables as coordinates
 from ...math import constants
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent, stored
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, below, images, only, silent, stored
 from .fig2 import UNGUARDED
-from .tuning import Contender, Entrant, Plan, all_tuned, at_best, doubled, losses, outcome, rates_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
 
 INPUTS, UNITS, ATOMS = 4, 3, 200
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -64,7 +61,7 @@ def formula(x: Tensor, g: Tensor, size: int, alpha2: Tensor, beta2: Tensor) -> T
 
 
 def bias(size: int, examples: int, seed: int) -> list[dict[str, Any]]:
-    """Measured and predicted bias of each unit's δw_0 at one batch size, and the step it is a bias of."""
+    """Measured and predicted bias of each unit's δw_0 at one batch size, and the unbiased step."""
     x, g = population(seed)
     alpha2, beta2 = 1 / x.var(0, correction=0), 1 / (g * g).mean(0)
     generator = torch.Generator().manual_seed(1000 * size + seed)
@@ -86,7 +83,7 @@ def bias(size: int, examples: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _portions(total: int, most: int) -> list[int]:
-    """`total` in parts of at most `most`."""
+    """`total` split into parts of at most `most`."""
     return [min(most, total - start) for start in range(0, total, most)]
 
 
@@ -107,7 +104,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
         for batch, epochs in BATCHES.items()
         for contender in (RUNNING, OWN)
     ]
-    return found + all_tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
+    return found + tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
 
 def biases(records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
@@ -124,7 +121,7 @@ def measured(records: list[Record]) -> Verdict:
     """The bias against its formula."""
     rows = [row for group in biases(records).values() for row in group]
     if not rows:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     off = max(abs(row["measured"] - row["formula"]) / row["standard_error"] for row in rows)
     seen = max(abs(row["measured"]) / row["standard_error"] for row in rows)
     smallest = min(biases(records))
@@ -137,20 +134,20 @@ def measured(records: list[Record]) -> Verdict:
 
 
 def disrupted(records: list[Record]) -> Verdict:
-    """Trainings with the batch's own moments against those with earlier ones; severely is a quarter more loss."""
-    told, held = [], []
+    """Training with the batch's own moments against earlier ones; "severely" means a quarter more loss."""
+    results, held = [], []
     for batch in BATCHES:
         mine = trainings(records, batch)
         running, own = at_best(mine, RUNNING), at_best(mine, OWN)
         if running and own:
-            told.append(f"batch {batch}: {outcome(own)} with its own, {outcome(running)} with earlier ones")
+            results.append(f"batch {batch}: {outcome(own)} with its own, {outcome(running)} with earlier ones")
             held.append(below([1.25 * loss for loss in losses(running)], losses(own)))
-    text = f"Training loss at the best stepsize, {'; '.join(told)}." if told else "Not run."
+    text = f"Training loss at the best stepsize, {'; '.join(results)}." if results else "Not run."
     return Verdict(None if not held else True if all(held) else False if False in held else None, text)
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs: the trainings."""
+    """Head and rows for the docs: the trainings."""
     rows: list[list[str]] = []
     for batch in BATCHES:
         found = rates_table(trainings(records, batch), (RUNNING, OWN))
@@ -165,18 +162,12 @@ CLAIMS = (
     ),
     Claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.", disrupted),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The bias against its formula, and training with and without it."""
     from .. import drawing
-    from .contenders import sensitivity
+    from .panels import sensitivity
 
     figure, (left, *rest) = drawing.panels(1 + len(BATCHES), width=4.4)
     found = biases(records)

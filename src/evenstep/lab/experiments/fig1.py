@@ -7,17 +7,14 @@ eq. 9 (one trust radius) and by eq. 10 (one per block). G is the Hessian, each c
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...math import stepsize
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, joined, judged, silent, stored
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, silent, stored
 
 START = (3.0, 3.0)
 STEPS = 100
@@ -64,7 +61,7 @@ def step(method: str, w: Tensor) -> Tensor:
 
 
 def trajectory(method: str, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Where a method goes from (3, 3)."""
+    """The points that a method visits from (3, 3)."""
     w = torch.tensor(START, dtype=torch.float64)
     rows = []
     for number in range(steps + 1):
@@ -98,10 +95,10 @@ def angle(record: Record) -> float:
 
 
 def direction(records: list[Record]) -> Verdict:
-    """Where SG and Newton's method point at first, and where the latter lands."""
+    """The first directions of SG and of Newton's method, and the point the latter reaches."""
     found = {r["config"]["name"]: r for r in records}
     if not METHODS.keys() <= found.keys():
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     sg, newton = angle(found["SG"]), angle(found["Newton, γ (eq. 8)"])
     landed = found["Newton, γ (eq. 8)"]["metrics"][1]
     held = 0 < sg < newton and abs(landed["w1"] - 2.9) < 0.05 and abs(landed["w2"]) < 0.05
@@ -114,18 +111,18 @@ def direction(records: list[Record]) -> Verdict:
 
 
 def lessons(records: list[Record]) -> Verdict:
-    """How long each method takes."""
+    """Steps until each method is near the optimum."""
     found = {r["config"]["name"]: arrival(r) for r in records}
     if not METHODS.keys() <= found.keys():
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     counts = {name: math.inf if number is None else number for name, number in found.items()}
     held = max(counts["one radius (eq. 9)"], counts["a radius per block (eq. 10)"]) < counts["Newton, γ (eq. 8)"] / 2
-    told = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
-    return Verdict(held, f"Steps to within {NEAR} of the optimum: {told}.")
+    steps = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
+    return Verdict(held, f"Steps to within {NEAR} of the optimum: {steps}.")
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     rows = [[r["config"]["name"], str(arrival(r) or f"> {STEPS}"), f"{r['metrics'][-1]['value']:.4f}"] for r in records]
     return [["method", f"steps to within {NEAR}", f"F after {STEPS} steps (least: {math.log(2):.4f})"], *rows]
 
@@ -144,15 +141,9 @@ CLAIMS = (
         lessons,
     ),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The function with the trajectories on it, and its value against steps."""
     from .. import drawing
 

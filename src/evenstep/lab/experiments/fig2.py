@@ -3,15 +3,16 @@
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..records import Record
 from ..summary import final_loss
-from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, below, images, only, silent
 from .tuning import (
     Contender,
+    Entrant,
     Plan,
     at_best,
     best_rate,
@@ -24,9 +25,6 @@ from .tuning import (
     tuned,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 UNGUARDED = {"fresh_max": None, "trust": None}
 SG = Contender("SG", "sg", doubled(0.00625))
 FAN_IN = Contender("SG ÷ √(n·S)", "fan-in", doubled(0.3125))
@@ -35,8 +33,8 @@ WHITENING = Contender("whitening (the paper's)", "whitening", doubled(0.025), UN
 CANONICAL = Contender("canonical (the paper's)", "canonical", doubled(1.25e-05), UNGUARDED)
 GUARDED = Contender("whitening, guarded", "whitening", doubled(0.2))
 GUARDED_CANONICAL = Contender("canonical, guarded", "canonical", doubled(0.000125))
-EVENSTEP = Contender("UnitStep", "evenstep", doubled(0.003125))
-PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, EVENSTEP)
+UNITSTEP = Contender("UnitStep", "unitstep", doubled(0.003125))
+PAPERS, OURS = (SG, FAN_IN, BATCH_NORM, WHITENING, CANONICAL), (GUARDED, GUARDED_CANONICAL, UNITSTEP)
 CONTENDERS = (*PAPERS, *OURS)
 FULL: dict[str, Any] = {"epochs": 40, "batch_size": 64}
 QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 64}
@@ -54,11 +52,12 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     only(out, [arrays])
     plan = Plan(seeds=1, growth=0, thin=2) if options.quick else Plan()
     settings = QUICK if options.quick else FULL
-    return tuned(CONTENDERS, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+    entrants = [Entrant(contender, settings) for contender in CONTENDERS]
+    return tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
 
-def told(records: list[Record], contender: Contender) -> str:
-    """A contender's result in a few words."""
+def summary(records: list[Record], contender: Contender) -> str:
+    """A contender's final loss and stepsize in a few words."""
     best = at_best(records, contender)
     return f"{contender.label} {outcome(best)}" + (f" at {best[0]['config']['lr']:g}" if best else "")
 
@@ -79,7 +78,9 @@ def left(records: list[Record]) -> Verdict:
     """SG divided by √(n·S) against SG."""
     held = below(losses(at_best(records, FAN_IN)), losses(at_best(records, SG)))
     verb = {True: "Lower", False: "Not lower", None: "Within the spread of seeds"}[held]
-    return Verdict(held, f"{verb}: {told(records, FAN_IN)}, {told(records, SG)} (training loss of the last epoch).")
+    return Verdict(
+        held, f"{verb}: {summary(records, FAN_IN)}, {summary(records, SG)} (training loss of the last epoch)."
+    )
 
 
 def slightly(records: list[Record]) -> Verdict:
@@ -87,7 +88,7 @@ def slightly(records: list[Record]) -> Verdict:
     lower, share = compared(records, BATCH_NORM, SG)
     held = None if lower and share <= 0.5 else lower
     more = " (more than slightly)" if held is None and lower else ""
-    return Verdict(held, f"{told(records, BATCH_NORM)}, {told(records, SG)}{portion(share)}{more}.")
+    return Verdict(held, f"{summary(records, BATCH_NORM)}, {summary(records, SG)}{portion(share)}{more}.")
 
 
 def right(records: list[Record]) -> Verdict:
@@ -95,10 +96,10 @@ def right(records: list[Record]) -> Verdict:
     lower, share = compared(records, WHITENING, BATCH_NORM)
     held = None if lower and share > 0.5 else lower
     less = " (lower, but not far)" if held is None and lower else ""
-    added = "; ".join(told(records, c) for c in OURS if c.mine(records))
+    added = "; ".join(summary(records, c) for c in OURS if c.mine(records))
     return Verdict(
         held,
-        f"{told(records, WHITENING)}, {told(records, BATCH_NORM)}{portion(share)}{less}. Ours: {added}.",
+        f"{summary(records, WHITENING)}, {summary(records, BATCH_NORM)}{portion(share)}{less}. Ours: {added}.",
     )
 
 
@@ -107,7 +108,7 @@ def canonical(records: list[Record]) -> Verdict:
     mine = CANONICAL.mine(records)
     rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.mine(records)]
     if not mine or not rivals:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     better = min(rivals, key=lambda runs: min(losses(runs)))
     rival = losses(better)
     fast, best, failure = (
@@ -116,7 +117,7 @@ def canonical(records: list[Record]) -> Verdict:
         first_failure(records, CANONICAL),
     )
     warned = [r for r in mine if failure and best <= r["config"]["lr"] < failure and trained(r)]
-    text = f"{told(records, CANONICAL)}, the better of SG and batch norm {outcome(better)}. "
+    text = f"{summary(records, CANONICAL)}, the better of SG and batch norm {outcome(better)}. "
     if failure is None:
         return Verdict(None if fast else fast, text + "It failed at no stepsize tried.")
     if failure <= best:
@@ -125,12 +126,12 @@ def canonical(records: list[Record]) -> Verdict:
     return Verdict(
         None if fast is None else fast and soon,
         f"{text}It fails from {failure:g} on, {failure / best:.3g} times its best stepsize; the one before that still "
-        f"had {final_loss(max(warned, key=lambda r: r['config']['lr'])):.3f}; {told(records, GUARDED_CANONICAL)}.",
+        f"had {final_loss(max(warned, key=lambda r: r['config']['lr'])):.3f}; {summary(records, GUARDED_CANONICAL)}.",
     )
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     return rates_table(records, CONTENDERS)
 
 
@@ -144,18 +145,12 @@ CLAIMS = (
         canonical,
     ),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The paper's two panels, ours beside them, and what each stepsize gives."""
     from .. import drawing
-    from .contenders import curves, sensitivity
+    from .panels import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for panel, contenders, shift, title in zip(

@@ -6,40 +6,33 @@ has the device to itself, so that its seconds mean something.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import evenstep
 
-from .. import feed
-from ..captured import WARM_UP, Steps, own_stream
+from .. import trial
 from ..data import Arrays
 from ..evaluate import evaluate
-from ..methods import METHODS
-from ..models import MODELS
+from ..parallel_trials import WARM_UP, side_stream
 from ..records import Record
+from ..train import Training
 from ..trial import Trial
-from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
+from .common import Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 from .fig2 import UNGUARDED
 from .tuning import guessing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EPOCHS, BATCH = 4, 128
 BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
 AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     "then whitening (the paper's)": ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
     "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
-    "then UnitStep": ("evenstep", {}, (0.025, 0.05)),
+    "then UnitStep": ("unitstep", {}, (0.025, 0.05)),
 }
 CLOSE = 1.05  # of the loss: what counts as similar per epoch
 SETTING = (
@@ -51,58 +44,39 @@ SETTING = (
 )
 
 
-class Runner:
-    """A trial under way on the device that holds `arrays`, from `model` if one is given; its stepsize is constant."""
-
-    def __init__(self, trial: Trial, arrays: Arrays, model: nn.Module | None = None) -> None:
-        method, device = METHODS[trial.method], arrays.train_x.device
-        torch.manual_seed(trial.seed)
-        if model is None:
-            model = MODELS[trial.model](arrays.channels, batch_norm=method.batch_norm, **trial.model_options)
-        self.model = model.to(device).train()
-        graph_options = method.graph_options if device.type == "cuda" else {}
-        self.optimizer = method.optimizer(self.model, lr=trial.lr, **graph_options, **trial.options)
-        self.step = Steps(self.compute)
-
-    def compute(self, x: Tensor, y: Tensor) -> None:
-        """One training step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(self.model(x), y).backward()
-        self.optimizer.step()
-
-
 def train(first: Trial, then: Trial | None, arrays: Arrays, swept: Arrays) -> list[dict[str, Any]]:
     """A row per epoch: `first` for one epoch, then `then` on the folded network; or `first` throughout.
 
-    `swept` has for its test set the images to be swept after each epoch.
+    The test set of `swept` are the images to be swept after each epoch.
     """
-    runner, rows = Runner(first, arrays), list[dict[str, Any]]()
-    generator = torch.Generator().manual_seed(first.seed)
+    device, rows = arrays.train_x.device, list[dict[str, Any]]()
+    training = trial.start(first, arrays, device, capture=True)
     for number in range(first.epochs):
         if number == 1 and then is not None:
-            runner = Runner(then, arrays, evenstep.fold_batchnorm(runner.model))
-        seconds = epoch_seconds(runner, first, arrays, generator)
-        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": evaluate(runner.model, swept)["test_loss"]})
-        rows[-1] |= evaluate(runner.model, arrays)
+            order, folded = training.order, evenstep.fold_batchnorm(training.model)
+            training = trial.start(then, arrays, device, capture=True, model=folded)
+            training.order = order
+        seconds = epoch_seconds(training, len(arrays.train_y))
+        swept_loss = evaluate(training.model, swept)["test_loss"]
+        rows.append({"epoch": number + 1, "seconds": seconds, "swept_loss": swept_loss})
+        rows[-1] |= evaluate(training.model, arrays)
     return rows
 
 
-def epoch_seconds(runner: Runner, trial: Trial, arrays: Arrays, generator: torch.Generator) -> float:
-    """Train one epoch of whole batches; its seconds, the first steps (a GPU captures there) counted like the others."""
-    device, steps = arrays.train_x.device, len(arrays.train_y) // trial.batch_size
-    settled, start = min(WARM_UP + 2, steps - 1), 0.0
-    batches = feed.epoch(arrays, trial.batch_size, generator, device, trial.augment)
-    for k, (x, y) in enumerate(islice(batches, steps)):
+def epoch_seconds(training: Training, examples: int) -> float:
+    """Train one epoch of whole batches; its seconds as if the first steps, where a GPU captures, were usual ones."""
+    steps = examples // training.batch_size
+    settled, start = min(WARM_UP + 2, steps - 1), time.perf_counter()
+    for k, _ in enumerate(islice(training.epoch(), steps), start=1):
         if k == settled:
-            wait(device)
+            wait(training.device)
             start = time.perf_counter()
-        runner.step(x, y)
-    wait(device)
+    wait(training.device)
     return (time.perf_counter() - start) * steps / (steps - settled)
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU is done."""
+    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -121,8 +95,8 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
         progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
         config: dict[str, Any] = {"experiment": "fig3", "name": name, "first": asdict(first)}
         config["then"] = None if then is None else asdict(then)
-        make: Callable[[], list[dict[str, Any]]] = partial(train, first, then, arrays, swept)
-        with failures_expected(), own_stream(device):
+        with failures_expected(), side_stream(device):
+            make = partial(train, first, then, arrays, swept)
             found.append(stored(out, config, options.seed, make, device, arrays))
 
     for lr in rates:
@@ -135,7 +109,7 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
 
 
 def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
-    """What all runs have in common."""
+    """The settings that all runs share."""
     size = {"width": 4} if options.quick else {}
     network = {"model": "alexnet", "model_options": {**size, "classes": len(arrays.classes)}, "augment": True}
     batch, epochs = (64, 2) if options.quick else (BATCH, EPOCHS)
@@ -143,7 +117,7 @@ def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
 
 
 def last_loss(record: Record) -> float:
-    """Of the whole training set after the last epoch; infinite if not finite, or above guessing."""
+    """Loss of the whole training set after the last epoch; infinite if not finite, or above guessing."""
     loss, first = record["metrics"][-1]["swept_loss"], {"config": record["config"]["first"]}
     return math.inf if loss is None or loss > guessing(first) else loss
 
@@ -154,7 +128,7 @@ def best(records: list[Record], name: str) -> Record:
 
 
 def pace(record: Record) -> float:
-    """Seconds per epoch once it goes its own way."""
+    """Seconds per epoch from the second on."""
     rows = record["metrics"][1:]
     return sum(row["seconds"] for row in rows) / len(rows)
 
@@ -165,9 +139,9 @@ def per_epoch(records: list[Record]) -> Verdict:
     if not {BATCH_NORM[0], *AFTERWARDS} <= names:
         return Verdict(None, "Not all runs are there.")
     theirs, ours = last_loss(best(records, BATCH_NORM[0])), last_loss(best(records, next(iter(AFTERWARDS))))
-    told = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
+    text = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
     held = None if ours == theirs == math.inf else ours <= CLOSE * theirs
-    return Verdict(held, f"Loss of the whole training set after the last epoch: {told}.")
+    return Verdict(held, f"Loss of the whole training set after the last epoch: {text}.")
 
 
 def per_second(records: list[Record]) -> Verdict:
@@ -176,14 +150,14 @@ def per_second(records: list[Record]) -> Verdict:
     if not {BATCH_NORM[0], *AFTERWARDS} <= names:
         return Verdict(None, "Not all runs are there.")
     paces = {name: pace(best(records, name)) for name in (BATCH_NORM[0], *AFTERWARDS)}
-    told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
+    text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
     return Verdict(
-        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {told}."
+        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {text}."
     )
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs."""
+    """Head and rows for the docs."""
     rows = [["", "stepsize", "training loss (full sweep)", "test accuracy", "dead units", "seconds per epoch"]]
     for name in dict.fromkeys(r["config"]["name"] for r in records):
         run = best(records, name)
@@ -204,15 +178,9 @@ CLAIMS = (
     ),
     Claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.", per_second),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The loss of the whole training set by epochs and by seconds."""
     from .. import drawing
 

@@ -5,17 +5,14 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..records import Record, dumps
-from .common import Claim, Options, Progress, Verdict, borrow, images, joined, judged, only, silent, spread
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, borrow, images, only, silent, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING
-from .tuning import Contender, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .tuning import Contender, Entrant, Plan, at_best, beyond, in_stage, rates_table, strength, trained, tuned
 
 STRENGTHS = (1e-4, 3e-4, 1e-3, 3e-3)
 PENALIZED = (WHITENING, GUARDED)
@@ -33,12 +30,12 @@ SETTING = (
 
 
 def with_l2(contender: Contender, l2: float) -> Contender:
-    """The same with λ in the loss."""
+    """The contender with λ in the loss."""
     return replace(contender, label=f"{contender.label}, λ = {l2:g}", l2=l2)
 
 
 def error_rate(record: Record) -> float:
-    """Of the last epoch; 1 where the run failed."""
+    """Test error of the last epoch; 1 where the run failed."""
     accuracy = record["metrics"][-1].get("test_accuracy")
     return 1.0 if accuracy is None or not trained(record) else 1 - accuracy
 
@@ -46,13 +43,14 @@ def error_rate(record: Record) -> float:
 def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
     """Records of batch norm and whitening, then of whitening with L2 over a grid of λ and stepsize.
 
-    Where the best λ is at an end of its grid the one beyond is run with the further seeds, as `all_tuned` does.
+    If the best λ is at an end of its grid, the one beyond it is run with the further seeds, as in `tuned`.
     """
     arrays, plan = images(options, device), Plan(seeds=2, growth=0, thin=1) if options.quick else Plan()
     plain, settings = (BATCH_NORM, WHITENING, GUARDED), QUICK if options.quick else FULL
     only(out, [arrays])
     borrow(out, "fig2", lambda records: [r for c in plain for r in c.mine(records)], arrays)
-    found = tuned(plain, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+    entrants = [Entrant(contender, settings) for contender in plain]
+    found = tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
 
     def stage(entrants: list[tuple[Contender, float]], seeds: Iterable[int]) -> list[Record]:
         trials = [c.trial(lr, seed=seed, **settings) for c, lr in entrants for seed in seeds]
@@ -106,12 +104,12 @@ def strengths(records: list[Record]) -> list[float]:
 
 
 def accuracies(records: list[Record], fresh: bool = True) -> list[float]:
-    """Of the last epoch; of the seeds that had no say in the choice, where there are such."""
+    """Test accuracy of the last epoch; with `fresh`, of the seeds that did not choose λ and the stepsize, if any."""
     wanted = records[1:] if fresh and len(records) > 1 else records
     return [1 - error_rate(r) for r in wanted]
 
 
-def told(records: list[Record], contender: Contender) -> str:
+def summary(records: list[Record], contender: Contender) -> str:
     """A contender's test accuracy with and without L2, in a few words."""
     plain, best = accuracies(at_best(records, contender)), chosen(records, contender)
     if not best:
@@ -124,9 +122,9 @@ def recovered(records: list[Record]) -> Verdict:
     """Test accuracy with L2 against batch norm's."""
     theirs, ours = accuracies(at_best(records, BATCH_NORM)), accuracies(chosen(records))
     if not (theirs and ours):
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     held = statistics.fmean(ours) >= statistics.fmean(theirs) - CLOSE
-    both = "; ".join(told(records, contender) for contender in PENALIZED if contender.mine(records))
+    both = "; ".join(summary(records, contender) for contender in PENALIZED if contender.mine(records))
     return Verdict(held, f"Test accuracy: batch norm {spread(theirs)}; {both}.")
 
 
@@ -142,7 +140,7 @@ def rates(records: list[Record]) -> Verdict:
     """Epochs to the same test accuracy."""
     theirs, ours = at_best(records, BATCH_NORM), chosen(records)
     if not (theirs and ours):
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     reached = [max((row.get("test_accuracy") or 0.0) for row in r["metrics"]) for r in (*theirs, *ours)]
     target = math.floor(100 * (min(reached) - 0.02)) / 100
     times = [[epochs_to(r, target) for r in group] for group in (theirs, ours)]
@@ -156,7 +154,7 @@ def rates(records: list[Record]) -> Verdict:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs: without L2, then each λ at its best stepsize by test accuracy."""
+    """Head and rows for the docs: without L2, then each λ at its best stepsize by test accuracy."""
     with_it = [with_l2(contender, l2) for contender in PENALIZED for l2 in strengths(records)]
     return rates_table(records, (BATCH_NORM, WHITENING, GUARDED)) + rates_table(records, with_it, error_rate)[1:]
 
@@ -165,15 +163,9 @@ CLAIMS = (
     Claim("§4.2", "With L2 the whitened network recovers batch norm's test error.", recovered),
     Claim("§4.2", "The two then reduce the test error at similar rates.", rates),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """Test accuracy by epoch, and by λ."""
     from .. import drawing
 

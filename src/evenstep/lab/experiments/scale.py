@@ -1,25 +1,22 @@
 """More examples (§4.3): whitening does well on a tenth of the images and, says the paper, badly on all of them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..data import Arrays
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, below, images, joined, judged, only, silent
+from .common import Claim, Figure, Options, Progress, Verdict, below, images, only, silent
 from .fig2 import UNGUARDED
-from .tuning import Contender, Plan, at_best, doubled, losses, outcome, rates_table, tuned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
 
 SG = Contender("SG", "sg", doubled(0.05, 4))
 BATCH_NORM = Contender("SG + batch norm", "batch-norm", doubled(0.05, 4))
 WHITENING = Contender("whitening (the paper's)", "whitening", doubled(0.4, 4), UNGUARDED)
 GUARDED = Contender("whitening, guarded", "whitening", doubled(0.8, 4))
-EVENSTEP = Contender("UnitStep", "evenstep", doubled(0.0125, 4))
-CONTENDERS = (SG, BATCH_NORM, WHITENING, GUARDED, EVENSTEP)
+UNITSTEP = Contender("UnitStep", "unitstep", doubled(0.0125, 4))
+CONTENDERS = (SG, BATCH_NORM, WHITENING, GUARDED, UNITSTEP)
 SHARE = 10  # the small set is one in so many, as 100,000 of ImageNet's million
 EPOCHS = 2  # over the whole set; the small one gets as many steps
 SETTING = (
@@ -42,12 +39,13 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     found: list[Record] = []
     for arrays, epochs in ((small, SHARE * EPOCHS), (whole, EPOCHS)):
         settings = settings_for(arrays, epochs, options.quick)
-        found += tuned(CONTENDERS, plan, arrays, out, device=device, progress=progress, seed=options.seed, **settings)
+        entrants = [Entrant(contender, settings) for contender in CONTENDERS]
+        found += tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
     return found
 
 
 def settings_for(arrays: Arrays, epochs: int, quick: bool) -> dict[str, Any]:
-    """What all runs on one set have in common."""
+    """The settings that all runs on one set share."""
     size = {"width": 4} if quick else {}
     options = {**size, "classes": len(arrays.classes)}
     batch, epochs = (32, max(1, epochs // EPOCHS)) if quick else (128, epochs)
@@ -61,7 +59,7 @@ def halves(records: list[Record]) -> tuple[list[Record], list[Record]]:
     return small, [r for r in records if r["config"]["epochs"] < longest]
 
 
-def told(records: list[Record]) -> str:
+def summary(records: list[Record]) -> str:
     """All contenders on one set, in a line."""
     shown = [(c.label, at_best(records, c)) for c in CONTENDERS]
     return ", ".join(f"{label} {outcome(best)}" for label, best in shown if best)
@@ -73,14 +71,14 @@ def few(records: list[Record]) -> Verdict:
     ours = losses(at_best(small, WHITENING))
     wins = [below(ours, losses(at_best(small, rival))) for rival in (SG, BATCH_NORM)]
     held = False if False in wins else None if None in wins else True
-    return Verdict(held, f"Training loss on {_name(small)}: {told(small)}.")
+    return Verdict(held, f"Training loss on {_name(small)}: {summary(small)}.")
 
 
 def many(records: list[Record]) -> Verdict:
-    """On the whole set, whitening against SG; and what the guards change."""
+    """On the whole set, whitening against SG."""
     _, whole = halves(records)
     held = below(losses(at_best(whole, SG)), losses(at_best(whole, WHITENING)))
-    return Verdict(held, f"Training loss on {_name(whole)}: {told(whole)}.")
+    return Verdict(held, f"Training loss on {_name(whole)}: {summary(whole)}.")
 
 
 def _name(records: list[Record]) -> str:
@@ -88,7 +86,7 @@ def _name(records: list[Record]) -> str:
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs, both sets."""
+    """Head and rows for the docs, both sets."""
     small, whole = (rates_table(half, CONTENDERS) for half in halves(records))
     named = [["images", *small[0]]]
     for name, rows in (("a tenth", small[1:]), ("all", whole[1:])):
@@ -100,18 +98,12 @@ CLAIMS = (
     Claim("§4.3", "With 100,000 examples whitening reliably trains as on CIFAR-10: below batch norm and SG.", few),
     Claim("§4.3", "With all examples it does very badly, not even reaching plain SG's best training loss.", many),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """Training loss on both sets, and what each stepsize gives."""
     from .. import drawing
-    from .contenders import curves, sensitivity
+    from .panels import curves, sensitivity
 
     figure, axes = drawing.panels(4, width=4.2)
     for k, (half, name) in enumerate(zip(halves(records), ("a tenth of the images", "all images"), strict=True)):

@@ -6,13 +6,14 @@ then off by κ² at once, which is what the paper found behind its failures; `Mo
 
 import copy
 import functools
+import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,10 @@ from ...torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from ..data import Arrays
 from ..models import paper_cnn
 from ..records import Record
-from .common import Claim, Options, Progress, Verdict, failures_expected, images, joined, judged, only, silent, stored
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
 
 OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
-OPTIMIZERS: dict[str, Callable[[nn.Module], CoordinateOptimizer]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
     "UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05),
     "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
@@ -57,12 +55,12 @@ State = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What is trained on what, for how long before and after the shock.
+    """A network, its data, and the numbers of steps before and after the shock.
 
-    `network(seed)` gives a network whose first two nn.Linear are the shocked layer and the one behind it.
+    The first two nn.Linear of the network are the shocked layer and the one behind it.
     """
 
-    network: Callable[[int], nn.Module]
+    network: Callable[[], nn.Module]
     x: Tensor
     y: Tensor
     before: int
@@ -71,7 +69,16 @@ class Scene:
     def build(self, seed: int) -> nn.Module:
         """The network with its first weights."""
         torch.manual_seed(seed)
-        return self.network(seed).to(self.x.device)
+        return self.network().to(self.x.device)
+
+    def start(self, name: str, seed: int, state: State | None = None) -> tuple[nn.Module, Any]:
+        """A network and its optimizer at the start of training, or in a saved state."""
+        model = self.build(seed)
+        optimizer = OPTIMIZERS[name](model)
+        if state is not None:
+            for part, saved in zip((model, optimizer), copy.deepcopy(state), strict=True):
+                part.load_state_dict(saved)
+        return model, optimizer
 
     def batches(self, seed: int) -> Tensor:
         """Row numbers of every step's batch: [step, batch]."""
@@ -81,12 +88,21 @@ class Scene:
         orders = [torch.randperm(count, generator=generator)[:whole].view(-1, BATCH) for _ in epochs]
         return torch.cat(orders)[:steps].to(self.x.device)
 
+    def losses(self, model: nn.Module, optimizer: Any, batches: Tensor) -> Iterator[float]:
+        """Train on the batches, and yield each loss after its step."""
+        for rows in batches:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(self.x[rows]), self.y[rows])
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
 
 def mlp_scene(arrays: Arrays, before: int = 150, after: int = 100) -> Scene:
     """An MLP 256-120-84-10 on 16x16 images of one channel: seconds on a CPU."""
     x = functional.avg_pool2d(arrays.normalize(arrays.train_x), 2).flatten(1)
 
-    def network(seed: int) -> nn.Module:
+    def network() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
 
     return Scene(network, x, arrays.train_y, before, after)
@@ -95,8 +111,8 @@ def mlp_scene(arrays: Arrays, before: int = 150, after: int = 100) -> Scene:
 def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
     """The paper's CNN."""
     part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
-    x, classes = part.normalize(part.train_x), len(arrays.classes)
-    return Scene(lambda seed: paper_cnn(arrays.channels, classes=classes), x, part.train_y, before, after)
+    network = partial(paper_cnn, arrays.channels, classes=len(arrays.classes))
+    return Scene(network, part.normalize(part.train_x), part.train_y, before, after)
 
 
 class MomentDistances:
@@ -131,30 +147,10 @@ def distances(stage: LayerStatistics, state: dict[str, Any]) -> list[float]:
     return [(growth > 10).sum().item(), growth.max().item(), distance.max().item(), dead.double().mean().item()]
 
 
-def train(
-    model: nn.Module,
-    optimizer: CoordinateOptimizer,
-    scene: Scene,
-    steps: Tensor,
-    watch: Callable[[float], None] | None = None,
-) -> float:
-    """The mean loss over the steps, whose batches `steps` names; `watch` is told each loss."""
-    losses = []
-    for rows in steps:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(scene.x[rows]), scene.y[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if watch is not None:
-            watch(losses[-1].item())
-    return float(torch.stack(losses).mean())
-
-
 @torch.no_grad()
 def shock(model: nn.Module, kappa: float, seed: int) -> None:
-    """Rescale a tenth of the units of the first nn.Linear; the function stays as it was."""
-    (_, first), (_, second) = linears(model)[:2]
+    """Rescale a tenth of the units of the first nn.Linear without changing the function."""
+    first, second = [m for m in model.modules() if isinstance(m, nn.Linear)][:2]
     count = first.out_features
     units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // SHARE]
     units = units.to(first.weight.device)
@@ -164,48 +160,30 @@ def shock(model: nn.Module, kappa: float, seed: int) -> None:
 
 
 def prepared(scene: Scene, name: str, seed: int) -> State:
-    """The state of a network and its optimizer, trained up to the shock."""
-    model = scene.build(seed)
-    optimizer = OPTIMIZERS[name](model)
-    train(model, optimizer, scene, scene.batches(seed)[: scene.before])
+    """The state of a network and its optimizer after training up to the shock."""
+    model, optimizer = scene.start(name, seed)
+    for _ in scene.losses(model, optimizer, scene.batches(seed)[: scene.before]):
+        pass
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
-def restored(scene: Scene, name: str, seed: int, state: State) -> tuple[nn.Module, CoordinateOptimizer]:
-    """A network and its optimizer as they were then."""
-    model_state, optimizer_state = copy.deepcopy(state)
-    model = scene.build(seed)
-    model.load_state_dict(model_state)
-    optimizer = OPTIMIZERS[name](model)
-    optimizer.load_state_dict(optimizer_state)
-    return model, optimizer
 
 
 def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
     """A row per step after a shock of κ (1 is none): the loss, and the moments and events of the layer behind it."""
-    model, optimizer = restored(scene, name, seed, state)
-    _, (layer, _) = linears(model)[:2]
+    model, optimizer = scene.start(name, seed, state)
+    _, layer = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][:2]
     monitor, seen, rows = evenstep.CurvatureMonitor(optimizer), MomentDistances(optimizer), list[dict[str, Any]]()
-
-    def look(loss: float) -> None:
-        told = [str(event) for event in monitor.events() if event.layer == layer]
-        row = {"step": len(rows) + 1, "loss": loss, **seen.layers.get(layer, NOTHING), "events": told}
-        dead = max((values["dead_inputs"] for values in seen.layers.values()), default=0.0)
-        rows.append({**row, "dead_somewhere": dead})
-
     if kappa != 1:
         shock(model, kappa, seed)
-    train(model, optimizer, scene, scene.batches(seed)[scene.before :], look)
+    for loss in scene.losses(model, optimizer, scene.batches(seed)[scene.before :]):
+        events = [str(event) for event in monitor.events() if event.layer == layer]
+        row = {"step": len(rows) + 1, "loss": loss, **seen.layers.get(layer, NOTHING), "events": events}
+        dead = max((values["dead_inputs"] for values in seen.layers.values()), default=0.0)
+        rows.append({**row, "dead_somewhere": dead})
     return rows
 
 
-def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The dense layers with their names, in order."""
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-
-
 def mean_loss(rows: list[dict[str, Any]]) -> float:
-    """Over the steps after the shock."""
+    """The mean loss over the steps after the shock."""
     return statistics.fmean(row["loss"] for row in rows)
 
 
@@ -216,7 +194,7 @@ def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
         "dead_units": min(row["dead_somewhere"] for row in rows[-10:]),
         "grown_at_once": rows[0]["grown"],
         "grown_on_average": statistics.fmean(row["grown"] for row in rows),
-        "events": [told for row in rows for told in row["events"]][:5],
+        "events": [event for row in rows for event in row["events"]][:5],
     }
     kept = [row for row in rows if row["step"] <= 30 or row["step"] % 10 == 0] if trace else []
     return [summary, *({k: v for k, v in row.items() if k != "events"} for row in kept)]
@@ -230,19 +208,18 @@ def run(options: Options, out: Path, device: torch.device | str = "cpu", progres
     names = (PAPERS, "WhitenedSGD") if options.quick else tuple(OPTIMIZERS)
     kappas = (1.0, 100.0) if options.quick else (1.0, *KAPPAS)
     seeds = [options.seed] if options.quick else [options.seed, options.seed + 1]
-    network = "mlp" if options.quick else "paper_cnn"
+    length = {"network": "mlp" if options.quick else "paper_cnn", "before": scene.before, "after": scene.after}
     found: list[Record] = []
-    for name in names:
-        for seed in seeds:
-            progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
-            state = functools.cache(partial(prepared, scene, name, seed))
-            for kappa in kappas:
-                config = {"experiment": "shock", "name": name, "kappa": kappa, "network": network}
-                config |= {"before": scene.before, "after": scene.after}
-                trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
-                make = partial(_metrics, scene, name, seed, kappa, state, trace)
-                with failures_expected():
-                    found.append(stored(out, config, seed, make, device, arrays))
+    for name, seed in itertools.product(names, seeds):
+        progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
+        state = functools.cache(partial(prepared, scene, name, seed))
+        for kappa in kappas:
+            trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
+
+            make = partial(_metrics, scene, name, seed, kappa, state, trace)
+            config = {"experiment": "shock", "name": name, "kappa": kappa, **length}
+            with failures_expected():
+                found.append(stored(out, config, seed, make, device, arrays))
     return found
 
 
@@ -252,20 +229,25 @@ def _metrics(
     return condensed(aftermath(scene, name, seed, kappa, state()), trace)
 
 
-def losses(records: list[Record], name: str, kappa: float) -> list[float]:
-    """Mean losses after a shock, by seed; infinite where not finite."""
+def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
+    """The summary of each seed, by seed."""
     mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
-    found = [r["metrics"][0]["mean_loss"] for r in sorted(mine, key=lambda r: r["seed"])]
-    return [math.inf if loss is None else loss for loss in found]
+    return [r["metrics"][0] for r in sorted(mine, key=lambda r: r["seed"])]
+
+
+def mean(records: list[Record], name: str, kappa: float, column: str) -> float:
+    """A column of the summaries, averaged over seeds; infinite where one is not finite."""
+    values = [s[column] for s in summaries(records, name, kappa)]
+    return statistics.fmean(math.inf if value is None else value for value in values)
 
 
 def ratio(records: list[Record], name: str, kappa: float) -> float:
     """The loss after a shock over that without, each a mean over seeds."""
-    return statistics.fmean(losses(records, name, kappa)) / statistics.fmean(losses(records, name, 1.0))
+    return mean(records, name, kappa, "mean_loss") / mean(records, name, 1.0, "mean_loss")
 
 
 def named(records: list[Record]) -> tuple[list[str], list[float]]:
-    """The optimizers that were run at every κ that one of them was run at, and these κ but for 1."""
+    """The optimizers that ran at every κ of the records, and these κ without 1."""
     run: dict[str, set[float]] = {}
     for record in records:
         run.setdefault(record["config"]["name"], set()).add(record["config"]["kappa"])
@@ -273,20 +255,14 @@ def named(records: list[Record]) -> tuple[list[str], list[float]]:
     return [name for name, kappas in run.items() if kappas == every and len(every) > 1], sorted(every - {1.0})
 
 
-def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
-    """The summary of each seed."""
-    return [r["metrics"][0] for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
-
-
 def agreement(records: list[Record]) -> Verdict:
     """Fresh against running variances of the shocked units, without a shock and with one."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     kappa = max(kappas)
-    calm, hit = summaries(records, PAPERS, 1.0), summaries(records, PAPERS, kappa)
-    usual = statistics.fmean(s["grown_on_average"] for s in calm)
-    jump = statistics.fmean(s["grown_at_once"] for s in hit)
+    usual = mean(records, PAPERS, 1.0, "grown_on_average")
+    jump = mean(records, PAPERS, kappa, "grown_at_once")
     return Verdict(
         usual < 1 < 3 * usual + 1 < jump,
         f"The variance of a unit's output on a batch was over ten times the running one for {usual:.1f} of the layer's "
@@ -295,18 +271,18 @@ def agreement(records: list[Record]) -> Verdict:
 
 
 def harm(records: list[Record]) -> Verdict:
-    """What a shock does without guards, and with them."""
+    """The loss after a shock without guards, and with them."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
+        return NOT_RUN
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
     guarded = [n for n in names if not n.startswith("unguarded")]
-    told = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
+    losses_with_guards = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
     return Verdict(
         not harmed[worst] < 2,
         f"Unguarded whitening after κ = {worst:g}: {harmed[worst]:.3g} times the loss without a shock. With guards, "
-        f"the worst of all κ: {told}.",
+        f"the worst of all κ: {losses_with_guards}.",
     )
 
 
@@ -314,21 +290,18 @@ def death(records: list[Record]) -> Verdict:
     """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return Verdict(None, "Not run.")
-
-    def dead(kappa: float) -> float:
-        return statistics.fmean(s["dead_units"] for s in summaries(records, PAPERS, kappa))
-
-    worst = max(kappas, key=dead)
+        return NOT_RUN
+    dead = {kappa: mean(records, PAPERS, kappa, "dead_units") for kappa in (1.0, *kappas)}
+    worst = max(kappas, key=lambda kappa: dead[kappa])
     return Verdict(
-        dead(worst) >= dead(1.0) + 0.05,
-        f"Unguarded whitening after κ = {worst:g}: {dead(worst):.0%} of the worst layer's inputs are zero on a whole "
-        f"batch, {dead(1.0):.0%} without a shock.",
+        dead[worst] >= dead[1.0] + 0.05,
+        f"Unguarded whitening after κ = {worst:g}: {dead[worst]:.0%} of the worst layer's inputs are zero on a whole "
+        f"batch, {dead[1.0]:.0%} without a shock.",
     )
 
 
 def table(records: list[Record]) -> list[list[str]]:
-    """Header and rows for the docs: loss ratios."""
+    """Head and rows for the docs: loss ratios."""
     names, kappas = named(records)
     return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
 
@@ -342,15 +315,9 @@ CLAIMS = (
     Claim("§4.4", "This leads to unreasonably large changes of the weights.", harm),
     Claim("§4.4", "These disable units: they remain zero whatever the input.", death),
 )
-CLAIM = joined(CLAIMS)
 
 
-def verdict(records: list[Record]) -> Verdict:
-    """What came out."""
-    return judged(CLAIMS, records)
-
-
-def plot(records: list[Record]) -> "Figure":
+def plot(records: list[Record]) -> Figure:
     """The price of each shock, and the monitor's view of the largest one."""
     from .. import drawing
 

@@ -1,4 +1,4 @@
-"""Trainings at many stepsizes, the best of them on further seeds: what the paper's figures compare."""
+"""Trainings at many stepsizes, the best of them on further seeds: the comparison behind the paper's figures."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -9,35 +9,29 @@ from typing import Any, NamedTuple
 import torch
 
 from ..data import Arrays
-from ..feed import steps_per_epoch
+from ..identity import by_key
 from ..records import Record, dumps
 from ..summary import diverged, end, initial_loss
-from ..sweep import key, known, sweep
+from ..sweep import key, sweep
 from ..trial import Trial, config
-from .common import Progress, failures_expected, spread
-
-SMALL, LARGE = 0.0065, 0.003  # seconds of a GPU for a step: of all runs of a small network together, of one large one
-BEFORE = 15.0  # seconds until all of a stage's graphs are captured
+from .common import Progress, failures_expected, finished, spread
 
 Score = Callable[[Record], float]
 
 
 def guessing(record: Record) -> float:
-    """The loss of a network that knows nothing but the number of classes: of ten, where none is told."""
+    """The loss of guessing among the classes; of ten, where a record does not say."""
     return initial_loss([record]) or math.log(10)
 
 
 def final(record: Record) -> float:
-    """Training loss of the last epoch; infinite if the run diverged, or ended above guessing."""
+    """Training loss of the last epoch; infinite if the run diverged or ended above guessing."""
     return end(record, guessing(record))
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with its options, and the stepsizes to begin with, in order; neighbours have a constant ratio.
-
-    `l2` is the strength of an L2 term in the loss.
-    """
+    """A method with options and a grid of stepsizes with a constant ratio; `l2` is the strength of an L2 term."""
 
     label: str
     method: str
@@ -46,18 +40,18 @@ class Contender:
     l2: float = 0.0
 
     def trial(self, lr: float, **settings: Any) -> Trial:
-        """One run of it."""
+        """One run."""
         network = settings.pop("model_options", {}) | ({"l2": self.l2} if self.l2 else {})
         return Trial(self.method, lr, options=self.options, model_options=network, **settings)
 
     def mine(self, records: Sequence[Record]) -> list[Record]:
-        """Those records that are runs of it."""
+        """The records that are runs of this contender."""
         me = self.method, self.options, self.l2
         return [r for r in records if (r["config"]["method"], r["config"]["options"], strength(r)) == me]
 
 
 def strength(record: Record) -> float:
-    """That of the L2 term in a run's loss."""
+    """The strength of the L2 term in a run's loss."""
     return record["config"]["model_options"].get("l2", 0.0)
 
 
@@ -67,10 +61,10 @@ class Plan:
 
     seeds: int = 3
     growth: int = 1
-    thin: int | None = None  # only so many of each contender's stepsizes, from the middle
+    thin: int | None = None  # use only so many of each contender's stepsizes, from the middle
 
     def grid(self, contender: Contender) -> tuple[float, ...]:
-        """The stepsizes to begin with."""
+        """The first stepsizes."""
         rates = contender.stepsizes
         if self.thin is None:
             return rates
@@ -87,23 +81,6 @@ def doubled(low: float, count: int = 7) -> tuple[float, ...]:
     return tuple(low * 2**k for k in range(count))
 
 
-def tuned(
-    contenders: Sequence[Contender],
-    plan: Plan,
-    arrays: Arrays,
-    out: Path,
-    *,
-    device: torch.device | str,
-    progress: Progress,
-    seed: int = 0,
-    score: Score = final,
-    **settings: Any,
-) -> list[Record]:
-    """Records of every contender at every stepsize, then of its best stepsize on further seeds; as `all_tuned`."""
-    entrants = [Entrant(c, settings) for c in contenders]
-    return all_tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=seed, score=score)
-
-
 class Entrant(NamedTuple):
     """A contender with the settings of its trials."""
 
@@ -111,11 +88,11 @@ class Entrant(NamedTuple):
     settings: dict[str, Any]
 
     def trials(self, rates: Iterable[float], seeds: Iterable[int]) -> list[Trial]:
-        """One for each stepsize and seed."""
+        """One trial for each stepsize and seed."""
         return [self.contender.trial(lr, seed=seed, **self.settings) for lr in rates for seed in seeds]
 
 
-def all_tuned(
+def tuned(
     entrants: Sequence[Entrant],
     plan: Plan,
     arrays: Arrays,
@@ -129,8 +106,8 @@ def all_tuned(
     """Records of every entrant at every stepsize of its grid, then of its best stepsize on further seeds.
 
     A grid whose best stepsize is at an end grows there, one stepsize at a time and at most `plan.growth` times. The
-    last time the further seeds are run as well, at both stepsizes that may turn out best: all entrants run together in
-    few stages, since on a GPU it is the number of stages that takes time. What `out` holds already is not run again.
+    last growth includes the further seeds, at both stepsizes that may turn out best: all entrants run together in few
+    stages, so that a GPU trains many trials side by side. Records that `out` has are not made again.
     """
     seeds = range(seed, seed + plan.seeds)
 
@@ -158,44 +135,25 @@ def all_tuned(
 def in_stage(
     trials: list[Trial], arrays: Arrays, out: Path, *, device: torch.device | str, progress: Progress
 ) -> list[Record]:
-    """The records of all trials, in order; `progress` is told before each piece of work, and may stop there by raising.
+    """The records of all trials, in order; `progress` is called before each missing one, and may raise to stop."""
+    have = by_key(finished(out), arrays, out)
+    names = [key(config(trial, arrays)) for trial in trials]
+    missing = {name: trial for name, trial in zip(names, trials, strict=True) if name not in have}
+    done = len(trials) - len(missing)
 
-    On a GPU all that is missing is one piece, elsewhere each trial.
-    """
-    arrays = arrays.to(device)
-    found = known(out, arrays)
-    missing = [t for t in trials if key(config(t, arrays)) not in found]
-    size = max(1, len(missing)) if torch.device(device).type == "cuda" else 1
-    for k in range(0, len(missing), size):
-        piece = missing[k : k + size]
-        progress(named(piece), len(trials) - len(missing) + k, len(trials), seconds(piece, arrays, device))
-        with failures_expected():
-            sweep(piece, arrays, out, device=device)
-    return sweep(trials, arrays, out, device=device)
+    def begin(trial: Trial) -> None:
+        nonlocal done
+        progress(f"{trial.method}, stepsize {trial.lr:g}", done, len(trials))
+        done += 1
 
-
-def named(trials: Sequence[Trial]) -> str:
-    """What is run, in a few words."""
-    methods = ", ".join(dict.fromkeys(t.method for t in trials))
-    if len(trials) == 1:
-        return f"{methods}, stepsize {trials[0].lr:g}"
-    return f"{len(trials)} runs of {methods}, {max(t.epochs for t in trials)} epochs"
-
-
-def seconds(trials: Sequence[Trial], arrays: Arrays, device: torch.device | str) -> float | None:
-    """About how long the trials take on a GPU, rather too long; elsewhere it is not known.
-
-    Runs of the paper's CNN take as long together as the longest of them; those of larger networks share the device.
-    """
-    if torch.device(device).type != "cuda":
-        return None
-    steps = [(t.model == "paper_cnn", t.epochs * steps_per_epoch(arrays, t.batch_size)) for t in trials]
-    longest = max((count for small, count in steps if small), default=0)
-    return BEFORE + SMALL * longest + LARGE * sum(count for small, count in steps if not small)
+    with failures_expected():
+        made = sweep(list(missing.values()), arrays, out, device=device, on_begin=begin)
+    have |= dict(zip(missing, made, strict=True))
+    return [have[name] for name in names]
 
 
 def beyond(records: Sequence[Record], score: Score = final) -> float | None:
-    """The stepsize to try next, beyond the end of the grid at which the best one lies; None if it lies inside.
+    """The stepsize beyond the end of the grid at which the best one lies; None if it lies inside.
 
     Where all runs failed a smaller stepsize is next.
     """
@@ -214,7 +172,7 @@ def best_rate(records: Sequence[Record], score: Score = final) -> float:
 
 
 def at_best(records: Sequence[Record], contender: Contender, score: Score = final) -> list[Record]:
-    """The contender's runs at its best stepsize, all seeds; nothing if it has none."""
+    """The contender's runs at its best stepsize, by seed; empty if it has none."""
     mine = contender.mine(records)
     if not mine:
         return []
@@ -228,10 +186,7 @@ def losses(records: Sequence[Record]) -> list[float]:
 
 
 def first_failure(records: Sequence[Record], contender: Contender) -> float | None:
-    """The smallest stepsize above the best one at which the first seed diverged, or ended above guessing.
-
-    Where it failed at every stepsize, the smallest of all.
-    """
+    """The smallest stepsize above the best one at which the first seed failed; the smallest of all if every one did."""
     mine = contender.mine(records)
     if not mine:
         return None
@@ -246,7 +201,7 @@ def trained(record: Record) -> bool:
 
 
 def outcome(records: Sequence[Record]) -> str:
-    """Final training losses of one contender's seeds, in a few words; those that failed are counted, not averaged."""
+    """Final training losses of one contender's seeds in a few words; failed seeds are counted, not averaged."""
     fine = [r for r in records if trained(r)]
     if len(fine) == len(records):
         return spread(losses(records))
@@ -255,20 +210,22 @@ def outcome(records: Sequence[Record]) -> str:
 
 
 def rates_table(records: Sequence[Record], contenders: Sequence[Contender], score: Score = final) -> list[list[str]]:
-    """Header, and a row for each contender at its best stepsize, for the docs."""
+    """A head, and a row for each contender at its best stepsize, for the docs."""
     rows = [["method", "best stepsize", "seeds", "training loss", "test accuracy", "dead units", "fails from"]]
     for contender in contenders:
         best = at_best(records, contender, score)
-        if best:
-            fine = [r for r in best if trained(r)] or best
-            last, failure = [r["metrics"][-1] for r in fine], first_failure(records, contender)
-            rows.append([
-                contender.label,
-                f"{best[0]['config']['lr']:g}",
-                str(len(best)),
-                outcome(best),
-                spread([row["test_accuracy"] for row in last if row.get("test_accuracy") is not None]),
-                spread([100 * row["dead_share"] for row in last if row.get("dead_share") is not None], 1) + " %",
-                "" if failure is None else f"{failure:g}",
-            ])  # fmt: skip
+        if not best:
+            continue
+        last = [r["metrics"][-1] for r in [r for r in best if trained(r)] or best]
+        accuracy, dead = ([row[c] for row in last if row.get(c) is not None] for c in ("test_accuracy", "dead_share"))
+        failure = first_failure(records, contender)
+        rows.append([
+            contender.label,
+            f"{best[0]['config']['lr']:g}",
+            str(len(best)),
+            outcome(best),
+            spread(accuracy),
+            spread([100 * share for share in dead], 1) + " %",
+            "" if failure is None else f"{failure:g}",
+        ])  # fmt: skip
     return rows

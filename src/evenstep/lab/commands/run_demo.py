@@ -1,4 +1,4 @@
-"""`evenstep demo`: the paper's figure 2 in two minutes on a laptop, from the images inside the package."""
+"""`evenstep demo`: the paper's figure 2 in two minutes on a laptop, from the images in the package."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..methods import METHODS
 from ..trial import Trial
 from . import shared
 
-COMPARED = ("sg", "fan-in", "batch-norm", "whitening", "evenstep", "adam")
+COMPARED = ("sg", "fan-in", "batch-norm", "whitening", "unitstep", "adam")
 STEPSIZES: Mapping[str, Sequence[float]] = {name: METHODS[name].stepsizes for name in COMPARED}
 
 
@@ -19,13 +19,13 @@ class Options:
     """Train the paper's CNN by six methods, four stepsizes each, in minutes; end with a table and a report."""
 
     out: Path = Path("runs/demo")
-    """Folder for the records, the report and the figures; runs that are there already are not repeated."""
+    """Folder for the records, the report and the figures; finished runs in it are not repeated."""
     seed: int = 0
     """Seed of the first weights and of the order of the data."""
     epochs: int = 7
     """Passes over the training images per run."""
     data: str = "fashion"
-    """`fashion` for the images inside the package, or a path to other images."""
+    """`fashion` for the images in the package, or a path to other images."""
     device: str = "cpu"
     """Where to train: cpu, cuda, mps, ..."""
 
@@ -33,10 +33,8 @@ class Options:
 def main(
     options: Options, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, arrays: Arrays | Text | None = None
 ) -> int:
-    """Run the demo and report what is finished, even if the user stops it; the exit code."""
-    from rich.console import Console
-
-    from .. import plots, running, showing
+    """Run the demo and report the finished runs, even if the user stops it; the exit code."""
+    from .. import running, sweep
 
     usage.in_range(options.epochs, 1, 10_000, "--epochs")
     seed = usage.in_range(options.seed, 0, 2**63 - 1, "--seed")
@@ -45,10 +43,12 @@ def main(
     path = usage.writable_folder(options.out) / "records.jsonl"
     grid = [(method, lr) for method, rates in stepsizes.items() for lr in rates]
     trials = [shared.fitted(Trial(method, lr, seed, options.epochs), arrays) for method, lr in grid]
-    console = Console()
     with running.one_thread():
-        stopped = running.run_trials(trials, arrays, path, device, console)
-    if mine := running.finished(trials, arrays, path):
-        files = plots.save(plots.plot(mine), path.parent, "figure2")
-        console.print(f"Figure 2: {', '.join(map(str, files))}", soft_wrap=True, highlight=False, markup=False)
-    return showing.conclude(path, console, stopped)
+        stopped = running.run_trials(trials, arrays, path, device)
+    if finished := sweep.recorded(trials, arrays, path):
+        with running.optional("figure 2"):
+            from .. import plots
+
+            files = plots.save(plots.plot(finished), path.parent, "figure2")
+            print(f"Figure 2: {', '.join(map(str, files))}")
+    return running.conclude(path, stopped)

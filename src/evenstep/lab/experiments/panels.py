@@ -1,19 +1,18 @@
-"""Panels of contenders: how each trains at its best stepsize, and what each stepsize gives."""
+"""Panels of contenders for figures: training at the best stepsize, and the final loss at every stepsize."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..drawing import COLOURS, MARKS, epoch_axis, plain_log
 from ..records import Record
 from ..summary import final_loss
 from .tuning import Contender, at_best, guessing
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+Axes = Any  # matplotlib's
 
 
 def curves(
-    axes: "Axes", records: Sequence[Record], contenders: Sequence[Contender], column: str = "train_loss", shift: int = 0
+    axes: Axes, records: Sequence[Record], contenders: Sequence[Contender], column: str = "train_loss", shift: int = 0
 ) -> None:
     """`column` against epochs at each contender's best stepsize: the first seed thick, the others thin."""
     for k, contender in enumerate(contenders, start=shift):
@@ -29,14 +28,14 @@ def curves(
                 label=label,
                 **style,
             )
-    shown = [r for c in contenders for r in at_best(records, c)]
-    if column == "train_loss" and shown:
-        axes.set_ylim(top=min(axes.get_ylim()[1], 1.2 * guessing(shown[0])))
+    best = [r for c in contenders for r in at_best(records, c)]
+    if column == "train_loss" and best:
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.2 * guessing(best[0])))
     epoch_axis(axes)
 
 
-def sensitivity(axes: "Axes", records: Sequence[Record], contenders: Iterable[Contender], shift: int = 0) -> None:
-    """The final training loss at every stepsize of the first seed; 1.2 times guessing and more is drawn at the top."""
+def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Contender], shift: int = 0) -> None:
+    """The final training loss at every stepsize of the first seed, cut off at 1.2 times guessing."""
     top = 1.0
     for k, contender in enumerate(contenders, start=shift):
         mine = contender.mine(records)

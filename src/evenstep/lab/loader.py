@@ -1,35 +1,59 @@
-"""From a data set to batches: shuffling, normalizing and augmenting, on the device that holds the set."""
+"""Batches of one epoch: shuffled, normalized and augmented on the device that holds the data."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .arrays import Arrays
+from .data import Arrays, Text
+from .evaluate import CONTEXT
 
 AUGMENTATIONS = ("crop", "flip", "cutout")
+TEXT_STEPS = 250  # steps that count as an epoch of text, whose windows are drawn at random
 
 
-def batches(
-    arrays: Arrays,
+def steps_per_epoch(data: Arrays | Text, batch_size: int) -> int:
+    """The number of batches in an epoch; the last one of images may be smaller."""
+    return TEXT_STEPS if isinstance(data, Text) else math.ceil(len(data.train_y) / batch_size)
+
+
+def epoch_batches(
+    data: Arrays | Text,
     batch_size: int,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
     augment: bool | str = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Normalized training batches of one epoch in a random order; the last may be smaller.
+    """Inputs and targets of one epoch in a random order.
 
-    The order and what `augmented` draws come from `generator`, on the CPU: the same on every device.
+    All random numbers are drawn on the CPU from `generator`: every device sees the same batches.
     """
-    arrays = arrays.to(device)
+    if isinstance(data, Text):
+        return _windows(data.to(device), batch_size, generator)
+    return _images(data.to(device), batch_size, generator, augment)
+
+
+def _images(
+    arrays: Arrays, batch_size: int, generator: torch.Generator, augment: bool | str
+) -> Iterator[tuple[Tensor, Tensor]]:
     order = torch.randperm(len(arrays.train_y), generator=generator)
-    for rows in sent(order, device).split(batch_size):
+    for rows in sent(order, arrays.train_y.device).split(batch_size):
         yield augmented(arrays.normalize(arrays.train_x[rows]), generator, augment), arrays.train_y[rows]
 
 
+def _windows(text: Text, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    offsets = torch.arange(CONTEXT + 1, device=text.train.device)
+    last = len(text.train) - len(offsets)
+    starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator)
+    for start in sent(starts, text.train.device):
+        window = text.train[start + offsets]
+        yield window[:, :-1], window[:, 1:]
+
+
 def sent(drawn: Tensor, device: torch.device | str) -> Tensor:
-    """What was drawn on the CPU, on the device; a GPU gets it without making the program wait."""
+    """A tensor from the CPU on the device; the copy to a GPU does not block."""
     if torch.device(device).type != "cuda":
         return drawn.to(device)
     return drawn.pin_memory().to(device, non_blocking=True)

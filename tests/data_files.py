@@ -1,0 +1,62 @@
+"""Small data sets as files, in every format that `load` reads."""
+
+import gzip
+import pickle
+
+import numpy as np
+from PIL import Image
+
+BATCHES = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
+
+
+def cifar_batch(count=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, 3072), dtype=np.uint8), rng.integers(0, 10, count).tolist()
+
+
+def write_cifar(folder, **replaced):
+    """A folder of small batch files; `replaced` gives the bytes of some of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    truth = {}
+    for seed, name in enumerate(BATCHES):
+        pixels, labels = truth[name] = cifar_batch(seed=seed)
+        content = pickle.dumps({b"batch_label": name.encode(), b"labels": labels, b"data": pixels}, protocol=2)
+        (folder / name).write_bytes(replaced.get(name, content))
+    return truth
+
+
+def idx_bytes(array):
+    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def write_idx(folder, zipped=True, first=9, **replaced):
+    """A folder of MNIST's four files with a few images each; `replaced` gives the bytes of some of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, truth = np.random.default_rng(0), {}
+    for half, count in (("train", 12), ("t10k", 5)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.array([first, 0, 0, 3, 0, 2, 7, 2, 5, 5, 1, 1][:count], np.uint8)
+        truth[half] = images, labels
+        for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
+            content = replaced.get(name.replace("-", "_"), idx_bytes(array))
+            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+    return truth
+
+
+def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3):
+    """An ImageFolder of PNG files of one colour each; the colours by file."""
+    rng, colours = np.random.default_rng(0), {}
+    for split in splits:
+        for name in classes:
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                path = folder / f"{k}.png"
+                colours[path] = tuple(rng.integers(0, 256, 3).tolist())
+                Image.new("RGB", size, colours[path]).save(path)
+    return colours
+
+
+def write_text(path, length=20_000):
+    path.write_text(("to be or not to be\n" * length)[:length], encoding="utf-8")
+    return path

@@ -1,0 +1,192 @@
+"""Trials side by side train as each by itself; on a GPU as CUDA graphs, which equal eager steps and are faster."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.lab import parallel_trials, sweep, trial
+from evenstep.lab.methods import METHODS
+from evenstep.lab.parallel_trials import CapturedStep, round_robin, side_stream
+from evenstep.lab.train import Training, linear_decay
+from evenstep.lab.trial import Trial
+from small_images import small_arrays
+
+ARRAYS = small_arrays(count=20, channels=1)
+MEMBERS = 24
+
+
+def counting(name, steps, log, *, fails=False):
+    for k in range(steps):
+        log.append((name, k))
+        yield
+    if fails:
+        raise ValueError(name)
+    return name
+
+
+def test_works_advance_in_turn_and_end_in_their_own_time():
+    log = []
+    works = [counting("a", 3, log), counting("b", 1, log), counting("c", 1, log)]
+    assert list(round_robin(works, "cpu", at_once=2)) == ["b", "a", "c"]
+    assert log == [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("c", 0)]
+
+
+def test_a_work_begins_only_when_there_is_room():
+    log, begun = [], []
+
+    def works():
+        for name in "abc":
+            begun.append((name, len(log)))
+            yield counting(name, 2, log)
+
+    assert list(round_robin(works(), "cpu", at_once=1)) == ["a", "b", "c"]
+    assert begun == [("a", 0), ("b", 2), ("c", 4)]
+
+
+def test_a_work_that_raises_stops_no_other_and_is_told_in_the_end():
+    results, log = [], []
+    with pytest.raises(ValueError, match="bad"):
+        for name in round_robin([counting("bad", 1, log, fails=True), counting("good", 3, log)], "cpu", at_once=2):
+            results.append(name)
+    assert results == ["good"]
+
+
+def test_a_source_of_works_that_raises_lets_the_begun_ones_end():
+    log = []
+
+    def works():
+        yield counting("first", 3, log)
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        list(round_robin(works(), "cpu", at_once=2))
+    assert log == [("first", 0), ("first", 1), ("first", 2)]
+
+
+def without_seconds(record):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in record["metrics"]]
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_interleaved_trials_equal_trials_by_themselves_bit_for_bit(at_once):
+    trials = [
+        Trial("unitstep", 0.05, seed=1, epochs=2, batch_size=6, augment=True),
+        Trial("sg", 0.1, seed=0, epochs=1, batch_size=8),
+        Trial("whitened-adam", 1e-3, seed=2, epochs=2, batch_size=6, decay_lr=True),
+    ]
+    found = {r["config"]["method"]: r for r in sweep.side_by_side(trials, ARRAYS, "cpu", at_once)}
+    for one in trials:
+        assert without_seconds(found[one.method]) == without_seconds(trial.run(one, ARRAYS))
+
+
+def test_seconds_leave_out_the_time_of_other_trials(monkeypatch):
+    def slow(number, loss):
+        time.sleep(0.05)
+
+    def training(on_step=None):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(1024, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, ARRAYS, epochs=1, batch_size=5, seed=0, on_step=on_step)
+
+    fast, other = training(), training(slow)
+    list(round_robin([fast.run(), other.run()], "cpu", at_once=2))
+    assert other.rows[0]["seconds"] > 0.2 > 4 * fast.rows[0]["seconds"]
+
+
+def test_no_trial_is_captured_on_a_cpu():
+    assert not isinstance(trial.start(Trial("sg", 0.1), ARRAYS, "cpu", capture=True).step, CapturedStep)
+
+
+# on a GPU
+
+DECAYED = {"decay_lr": True}
+SETTINGS = {
+    **{name: {} for name in METHODS},
+    "sg, decayed": DECAYED,
+    "unitstep, decayed": DECAYED,
+    "whitened-adam, decayed": DECAYED,
+    "whitened-muon, decayed": DECAYED,
+    "adam, augmented": {"augment": "crop+flip+cutout"},
+    "batch-norm, large": {"model": "deep_net", "augment": True},
+}
+
+
+def fashion(count=300):
+    """A last batch of another size: a second graph."""
+    from evenstep.lab.data import fashion_mnist_subset
+
+    return fashion_mnist_subset().subset(count)
+
+
+def eager(monkeypatch):
+    monkeypatch.setattr(trial, "Training", lambda *a, capture, **k: Training(*a, capture=False, **k))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*constructed with capturable=True")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_graphs_train_as_eager_steps_do(name, monkeypatch):
+    method, settings = name.partition(",")[0], SETTINGS[name]
+    one = Trial(method, METHODS[method].stepsizes[0], epochs=6, batch_size=64, **settings)
+    data = fashion().to("cuda")
+    captured = [r for r in sweep.side_by_side([one, one, one], data, "cuda", 3)]
+    eager(monkeypatch)
+    alone = trial.run(one, data, "cuda")
+    for record in captured:
+        losses = [[row["train_loss"] for row in r["metrics"]] for r in (record, alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.03), name
+    monkeypatch.undo()
+    with side_stream("cuda"):
+        training = trial.start(one, data, "cuda", capture=True)
+        training.finish()
+    graphs = training.step.graphs.values()
+    assert len(graphs) == 2 and all(graph.calls > parallel_trials.WARM_UP for graph in graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*constructed with capturable=True")
+def test_a_schedule_reaches_captured_steps():
+    data, rates = fashion(256).to("cuda"), []
+    one = Trial("unitstep", 0.1, epochs=4, batch_size=64, decay_lr=True)
+    with side_stream("cuda"):
+        training = trial.start(one, data, "cuda", capture=True)
+        training.on_step = lambda number, loss: rates.append(float(training.optimizer.param_groups[0]["lr"]))
+        training.finish()
+    assert rates == pytest.approx([0.1 * linear_decay(k / 16) for k in range(16)])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*constructed with capturable=True")
+def test_a_diverging_trial_touches_no_other():
+    data = fashion().to("cuda")
+    calm, wild = Trial("sg", 0.05, epochs=6), Trial("sg", 1e30, epochs=6)
+    found = {r["config"]["lr"]: r for r in sweep.side_by_side([wild, calm], data, "cuda", 2)}
+    assert found[1e30]["metrics"][-1]["diverged"] and len(found[1e30]["metrics"]) < 6
+    alone = trial.run(calm, data, "cuda")
+    losses = [[row["train_loss"] for row in r["metrics"]] for r in (found[0.05], alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*constructed with capturable=True")
+@pytest.mark.parametrize(("method", "floor"), [("sg", 8), ("unitstep", 8), ("whitened-adam", 4)])
+def test_members_side_by_side_are_faster_than_one_after_the_other(method, floor, monkeypatch, capsys):
+    """24 trials of the paper's CNN, batch 64, 4,000 images; seconds of an epoch once everything is captured."""
+    data = fashion(4000).to("cuda")
+    trials = [Trial(method, METHODS[method].stepsizes[0], seed=k, epochs=6) for k in range(MEMBERS)]
+
+    def seconds(trials, at_once):
+        """Of one epoch of a member: the median of epochs without a capture."""
+        rows = [row for r in sweep.side_by_side(trials, data, "cuda", at_once) for row in r["metrics"][-2:]]
+        return sorted(row["seconds"] for row in rows)[len(rows) // 2]
+
+    together, graph = seconds(trials, MEMBERS), seconds(trials[:2], 1)
+    eager(monkeypatch)
+    alone = seconds(trials[:2], 1)
+    with capsys.disabled():
+        print(f"\n{method}, an epoch: eager alone {alone:.3f} s, graph alone {graph:.3f} s, "
+              f"one of {MEMBERS} side by side {together:.4f} s: {alone / together:.1f} times as fast as eager, "
+              f"{graph / together:.1f} times as fast as one graph after the other")  # fmt: skip
+    assert alone / together >= floor
