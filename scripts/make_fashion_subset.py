@@ -6,7 +6,7 @@ The source folder holds the four gzipped idx files, as the data set's authors an
 `dataset-fashion-mnist` ship them. The choice: of each class the first 400 images of the training set and
 the first 100 of the test set (t10k), kept in file order, 28x28, one byte per pixel. The arrays train_x, train_y,
 test_x, test_y go into an uncompressed .npz, and that through xz. Same input, numpy and liblzma: same bytes.
-Prints the sha256 that `evenstep/lab/data.py` checks.
+Prints the sha256 that `evenstep/lab/data/fashion.py` checks.
 """
 
 import gzip

@@ -10,7 +10,7 @@ from evenstep.lab.records import append
 from made_up import record
 
 pytestmark = pytest.mark.browser
-METHODS = {"sg": (0.9, 0.5), "evenstep": (0.7, 0.2), "whitening": (0.8, 0.3), "adam": (1.0, 0.6)}
+METHODS = {"sg": (0.9, 0.5), "unitstep": (0.7, 0.2), "whitening": (0.8, 0.3), "adam": (1.0, 0.6)}
 HOSTILE = "</script><img src=x onerror=document.title=1>"
 
 
@@ -115,7 +115,7 @@ def test_keys_move_from_value_to_value(page):
         seen.append(page.run(f"document.querySelector('{CURVES} [aria-live]').textContent"))
     assert [text.partition(";")[0] for text in seen] == ["Epoch 1", "Epoch 2", "Epoch 3", "Epoch 3", "Epoch 1"]
     current = page.run(f"document.querySelector('{CURVES} .tip .current').textContent")
-    assert current.startswith("whitening")
+    assert current.startswith("WhitenedSGD")
     page.press("Escape")
     assert page.run(f"document.querySelector('{TIP}')") is None
 

@@ -70,7 +70,7 @@ def sweep_of(*methods, seeds=(0, 1), **config):
 
 
 def test_page_shows_every_method_with_its_numbers(tmp_path):
-    path = write(tmp_path, *sweep_of("sg", "evenstep"))
+    path = write(tmp_path, *sweep_of("sg", "unitstep"))
     page = Page(path.read_text(encoding="utf-8"))
     assert path == tmp_path / "report.html"
     for text in ("SGD", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
@@ -207,7 +207,7 @@ def test_figures_say_what_they_leave_out():
 
 
 def test_what_ended_above_the_first_loss_is_shown_as_diverged(tmp_path):
-    found = comparison.compare([record("evenstep", 1e6, [3.4]), record("evenstep", 1e30, [2.307])])
+    found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])
     assert tables.tuned(found).rows[0][1] == tables.Cell("diverged", None)
     assert tables.tuning(found).rows[0][0] == tables.Cell("–", None) and found.target is None
 

@@ -87,12 +87,12 @@ class Verdict(NamedTuple):
 
 
 def verdicts(found: Sequence[Record]) -> list[Verdict]:
-    """For each row of the suites that records are from, its goals beside the newest record of it."""
+    """For each row of the suites that records are from, its goals beside the newest measurement of each contender."""
     rows = []
     for name, suite in SUITES.items():
-        newest = [next((r for r in reversed(found) if is_of(r, name, row)), None) for row in suite]
-        if any(newest):
-            rows += [v for row, record in zip(suite, newest, strict=True) for v in _judged(row, name, record)]
+        records = [[record for record in found if is_of(record, name, row)] for row in suite]
+        if any(records):
+            rows += [v for row, same in zip(suite, records, strict=True) for v in _judged(row, name, same)]
     return rows
 
 
@@ -103,16 +103,20 @@ def is_of(record: Record, suite: str, row: Row) -> bool:
     return same and str(config["device"]).partition(":")[0] == wanted["device"]
 
 
-def _judged(row: Row, suite: str, record: Record | None) -> Iterator[Verdict]:
+def _judged(row: Row, suite: str, records: Sequence[Record]) -> Iterator[Verdict]:
     what = title(row.config(suite))
-    measured = {} if record is None else {r["contender"]: r for r in record["metrics"]}
-    norm = measured.get("batch-norm", {}).get("ratio")
+    newest: dict[str, dict[str, Any]] = {}
+    for record in records:
+        lines = {line["contender"]: line for line in record["metrics"]}
+        norm = lines.get("batch-norm", {}).get("ratio")
+        newest |= {name: {**line, "norm": norm} for name, line in lines.items()}
     for goal in row.goals:
-        limit = norm if goal.limit is None else goal.limit
-        yield Verdict(what, goal.contender, goal, limit, measured.get(goal.contender, {}).get(goal.column))
-    for name, mine in measured.items():
-        if suite == "gpu" and VERSIONS.column in mine:
-            yield Verdict(what, name, VERSIONS, VERSIONS.limit, mine[VERSIONS.column][1])
+        line = newest.get(goal.contender, {})
+        limit = line.get("norm") if goal.limit is None else goal.limit
+        yield Verdict(what, goal.contender, goal, limit, line.get(goal.column))
+    for name, line in newest.items():
+        if suite == "gpu" and VERSIONS.column in line:
+            yield Verdict(what, name, VERSIONS, VERSIONS.limit, line[VERSIONS.column][1])
 
 
 def goals_table(rows: Sequence[Verdict]) -> str:
