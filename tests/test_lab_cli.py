@@ -25,7 +25,6 @@ from evenstep.lab import (
     records,
     reproduce,
     reproduction,
-    study,
     trial,
     usage,
     user_code,
@@ -33,7 +32,7 @@ from evenstep.lab import (
 from evenstep.lab.commands import COMMANDS, run_reproduction, run_sweep, shared
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import paper_cnn
-from evenstep.lab.trial import Trial, run
+from evenstep.lab.trial import Trial
 from small_images import small_arrays
 
 SOURCE = str(Path(cli.__file__).parents[2])
@@ -300,22 +299,6 @@ def test_options_reach_the_optimizer_and_the_network(tmp_path, few_images):
     config = records.read(tmp_path / "records.jsonl")[0]["config"]
     assert config["options"] == {"weight_decay": 0.5} and config["model_options"] == {"width": 2}
     assert config["decay_lr"] is True
-
-
-def test_a_study_runs_the_same_trials(tmp_path, few_images, monkeypatch):
-    seen = {}
-
-    def shared(url, trials, arrays, out, *, device, on_record, on_other, on_epoch, on_wait, warn):
-        seen.update(url=url, trials=trials, out=out)
-        for one in trials:
-            record = run(one, arrays, device)
-            records.append(out, record)
-            on_record(record)
-        return []
-
-    monkeypatch.setattr(study, "run", shared)
-    assert call(*SWEEP, "--study", "journal.log", "--out", tmp_path) == 0
-    assert seen["url"] == "journal.log" and len(seen["trials"]) == 4 and seen["out"] == tmp_path / "records.jsonl"
 
 
 def image_folder(path):

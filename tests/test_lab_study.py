@@ -82,18 +82,6 @@ def test_two_processes_do_no_member_twice(url, tmp_path):
     assert rates(records.read(tmp_path / "c.jsonl")) == EVERY
 
 
-def test_what_a_killed_process_had_taken_is_done_by_another(tmp_path, monkeypatch):
-    url, out = str(tmp_path / "study.journal"), tmp_path / "records.jsonl"
-    process = start(url, out, stale=1.5, pause=60.0, members=3)  # takes three, is killed when it has finished one
-    assert process.stdout.readline().startswith("ran ")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    told = []
-    monkeypatch.setattr(processes, "host", lambda: "another machine")  # where nobody knows that it is dead
-    found = run(url, TRIALS, ARRAYS, out, stale=1.5, on_record=told.append)
-    assert rates(told) == EVERY[1:] and rates(found) == rates(records.read(out)) == EVERY
-
-
 def test_members_that_another_machine_holds_are_waited_for_until_it_is_silent_for_too_long(tmp_path, monkeypatch):
     url, out, told, words = str(tmp_path / "study.log"), tmp_path / "records.jsonl", [], []
     take(board(url, TRIALS[:2]), 2)
