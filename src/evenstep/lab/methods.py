@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import evenstep
+from evenstep.coordinates.coordinates import Coordinates
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Method:
 class PlainMuon(evenstep.Whitened):
     """Muon on layers as matrices in plain coordinates, without a guard: the rival of whitened Muon."""
 
-    coordinates = "plain"
+    coordinates = Coordinates
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, torch.optim.Muon, **{"trust": None, **options})
