@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.segments import Segments
@@ -107,8 +108,7 @@ def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None
     """Write `new` over `old` in place, unless the mask `ok` says that the step does not count."""
     if ok is not None:
         new = [torch.where(ok, n, o) for n, o in zip(new, old, strict=True)]
-    if old:
-        torch._foreach_copy_(list(old), list(new))
+    foreach.copy_(old, new)
 
 
 def plain_share(group: dict[str, Any]) -> float:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import foreach
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.kinds import Look
@@ -355,7 +356,6 @@ class LayerStatistics:
 
 def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor]) -> None:
     """Sum the next batch about these centres: running means, or NaN for its first row."""
-    if layers:
-        torch._foreach_copy_([layer.centre for layer in layers], list(centres))
+    foreach.copy_([layer.centre for layer in layers], centres)
     for layer in layers:
         layer.centre_is_mean = False

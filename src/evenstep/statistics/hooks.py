@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import foreach
 from ..math.moments import sum_about
 from ..model.kinds import BY_SHAPE, LayerKind, first_input, rows_of
 from ..model.survey import Entry
@@ -273,7 +274,7 @@ class ModelStatistics:
         """Start over after a step."""
         used = [t for layer in self.layers.values() for t in layer.drop()]
         if used:
-            torch._foreach_zero_(used)
+            foreach.zero_(used)
             for layer in self.layers.values():
                 layer.mark_zero()
         self.forwards.clear()

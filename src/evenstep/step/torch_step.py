@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Scales, Statistics
 from ..math import change_of_variables, guards
 from ..math.change_of_variables import mean_response, per_unit
@@ -323,9 +324,9 @@ class TorchStep:
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
         last = torch.stack([raised, held, largest], 1).float()
-        torch._foreach_copy_([s.last for s in self.stages], list(last.unbind()))
+        foreach.copy_([s.last for s in self.stages], last.unbind())
         counted = torch.cat([last[:, :2], torch.ones_like(last[:, :1])], 1)
-        torch._foreach_add_([s.fired for s in self.stages], list(counted.unbind()))
+        foreach.add_([s.fired for s in self.stages], counted.unbind())
 
     def _displace(self, steps: list[Tensor], ok: Tensor | None) -> None:
         """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so."""
@@ -337,7 +338,7 @@ class TorchStep:
                 p.mul_(1 - (shrink if ok is None else torch.where(ok, shrink, 0.0)))
         if ok is not None:
             steps = [torch.where(ok, s, 0) for s in steps]
-        torch._foreach_sub_(params, steps)
+        foreach.add_(params, steps, alpha=-1.0)
 
     # after the step
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
+from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..model.coverage import missing_statistics
 from ..parallel import reduce
@@ -175,7 +176,8 @@ class CoordinateOptimizer(ModelOptimizer):
             step.commit(masked(ok, step))
         counts = [self.state[p]["step"] for block in plan.blocks for p in self._counted(block)]
         if counts:
-            torch._foreach_add_(counts, 1 if ok is None else [ok.to(counts[0])] * len(counts))
+            one = counts[0].new_ones(()) if ok is None else ok.to(counts[0])
+            foreach.add_(counts, [one] * len(counts))
 
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Let each rule turn the gradients on v of all its blocks into directions."""
