@@ -67,12 +67,12 @@ def built(name, **constants):
 
 
 for flag in (True, False):
-    built("frame", LINEAR=flag, STEADY=STEADY, DRIFT=guards.DRIFT, SLOTS=16, TINY=TINY)
+    built("frame", LINEAR=flag, PLAIN_SIZE=not flag, STEADY=STEADY, DRIFT=guards.DRIFT, SLOTS=16, TINY=TINY)
     built("commit")
     for other in (True, False):
         crowd = guards.CROWD if flag else 0.0
         for external in sorted({False, not flag}):
-            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "CROWD": crowd, "LEAST": guards.LEAST}
+            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "LONG": 3.0, "CROWD": crowd, "LEAST": guards.LEAST}
             built("measure", **rule, TINY=TINY, PROJECT=other, SWEEPS=1 + other)
             for name in ("add_up", "move", *(["write_gradients"] if external else [])):
                 rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "NESTEROV": flag and other, "PROJECT": other}

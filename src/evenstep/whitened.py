@@ -1,13 +1,15 @@
 """A torch rule in whitened coordinates."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from . import checks
+from .coordinates.coordinates import Coordinates
+from .coordinates.plain_size import PlainSize
 from .keywords import explained
 from .model.survey import Entry
 from .rules import torch_rule as proxies
@@ -33,6 +35,7 @@ class Whitened(CoordinateOptimizer):
     reads none, and such a gradient counts as zero in the rule's memory.
     """
 
+    coordinates: ClassVar[type[Coordinates]] = PlainSize
     _reads_device = True
     _copied = ("_base", "_plain", "_rule")
 

@@ -73,6 +73,7 @@ class Scales(NamedTuple):
     fresh: Tensor | None = None
     raised: Tensor | None = None  # per layer: inputs that the fresh-max guard changed
     beta: Tensor | None = None
+    constant: Tensor | None = None  # per layer: scale of the bias, the constant input's weight, over β (None: 1)
 
 
 class Coordinates:

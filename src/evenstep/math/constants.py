@@ -85,6 +85,32 @@ def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     return (fan_in * sharing).rsqrt()
 
 
+def plain_size(
+    mu: Tensor, alpha: Tensor, spread: Tensor, damping: float | Tensor, *, biased: bool, over: Whole = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """β of a layer whose whitened steps are as long as plain ones, and the scale of its constant input over β.
+
+    β² = Σ v_i / Σ v_i α_i²  with v_i = spread_i − damping · mean v: a step of one length in each coordinate then moves
+    the layer's output as far as in plain coordinates, fluctuations about the mean counted. The constant input, whose
+    weight is the bias, is as large as a typical input: √(1 + mean μ_i²). Without a bias the inputs' means count as
+    inputs. Both are 1 where no input varies.
+
+    >>> mu, spread = torch.tensor([3.0, 1.0]), torch.tensor([4.0, 4.0])
+    >>> plain_size(mu, spread.rsqrt(), spread, 0.0, biased=True)
+    (tensor(2.), tensor(1.2247))
+    """
+    mean = over.mean(spread) * (1 / (1 + damping))
+    v, one = spread - damping * mean, torch.ones_like(spread)
+    power, whitened, means, count = over.totals(v, v * alpha * alpha, mu * mu, one)
+    if not biased:
+        power = power + means
+    tiny = torch.finfo(spread.dtype).tiny
+    known = (whitened > tiny) & (power > tiny)
+    beta = torch.where(known, (power / whitened.clamp(min=tiny)).sqrt(), 1.0)
+    constant = torch.where(known, (1 + means / count.clamp(min=1)).sqrt() / beta, 1.0)
+    return beta, constant
+
+
 def canonical_beta2(mg2: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """β_j² = 1/(S·E[g_j²]), damped like the variance: with μ_i = mx_i and α_i² = 1/vx_i, eq. 5 and App. B.
 

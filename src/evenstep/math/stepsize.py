@@ -79,15 +79,19 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
     return torch.maximum(average, square) + damping * over.mean(average)
 
 
-def own_length(square: Tensor) -> Tensor:
-    """What a plain parameter's even step is measured by, from its squared length: its length, at least 1.
+LONG = 3.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
 
-    In whitened coordinates units are of length 1 or so. Rows of an embedding, or a norm's gains, may be far longer.
 
-    >>> own_length(torch.tensor([0.25, 16.0]))
-    tensor([1., 4.])
+def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
+    """What a unit's even step is multiplied by, from its squared length: its length over the usual one, at least 1.
+
+    In whitened coordinates units are of length 1 or so, up to LONG. Rows of an embedding or a norm's gains may be far
+    longer, and so may units whose inputs nobody has normalized: steps of lr alone would never shorten them.
+
+    >>> own_length(torch.tensor([0.25, 16.0]), usual=2.0)
+    tensor([1., 2.])
     """
-    return square.sqrt().clamp(min=1)
+    return (square.sqrt() / usual).clamp(min=1)
 
 
 def fan_in_share(fan_in: int, power: float) -> float:

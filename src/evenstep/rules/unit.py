@@ -30,9 +30,8 @@ class UnitRule(Rule):
         damping = step.group["damping"] if in_layer else 0.0
         level = stepsize.unit_level(average, square, damping, step.units)
         scale = inverse_root(level + step.group["eps"])
-        if not in_layer:
-            scale = scale * stepsize.own_length(step.unit_length2())
-        return Direction(*ahead, scale)
+        usual = stepsize.LONG if in_layer else 1.0
+        return Direction(*ahead, scale * stepsize.own_length(step.unit_length2(), usual))
 
 
 SQUARE: Schema = {"square": Field("unit", nonnegative=True), "square_mass": Field("layer", nonnegative=True)}

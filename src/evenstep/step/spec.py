@@ -36,9 +36,9 @@ MU, ALPHA, SPREAD, FRESH = range(4)
 VECTORS = 4
 # rows of `batch`: one number per input
 FIRST, SECOND = range(2)
-# rows of `layers`: one number per block
-BETA, SHARE, USABLE, RAISED = range(4)
-LAYERS = 4
+# columns of `layers`, which has one row per block
+BETA, SHARE, USABLE, RAISED, CONSTANT = range(5)
+LAYERS = 5
 # rows of `sums`: one number per unit; the last three for layers without bias
 GRAD2, ALONG, STRETCH, BENT2, MEAN, LENGTH2, DIRECTION, SHIFT, KAPPA, NORM2 = range(10)
 SUMS = 10

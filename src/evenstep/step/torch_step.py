@@ -79,7 +79,7 @@ class TorchStep:
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one)
         self.raised: Tensor | None = None
-        self.beta: Tensor | None = None
+        self.bias_scale: Tensor | None = None  # β of each unit, for biases
         self.scales: list[BlockScales] = []
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
@@ -100,8 +100,10 @@ class TorchStep:
         weights, biases = self.as_blocks(grads)
         of_units = [None] * len(weights) if biases is None else self._unpack(biases.sum(0))
         weights = [to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
-        self.beta = self._beta_per_unit(scales.beta)
-        self.on_v = OnV(weights, biases if biases is None or self.beta is None else biases * self.beta)
+        self.bias_scale = self._beta_per_unit(scales.beta)
+        if self.bias_scale is not None and scales.constant is not None:
+            self.bias_scale = self.bias_scale * self.units.widen(scales.constant)
+        self.on_v = OnV(weights, biases if biases is None or self.bias_scale is None else biases * self.bias_scale)
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
@@ -285,7 +287,7 @@ class TorchStep:
             gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in self.blocks), strict=True))
         if biases is not None:
             biases = torch.stack([bias * rate for bias, rate in zip(biases, rates, strict=True)])
-            for factor in (self.beta, scale):
+            for factor in (self.bias_scale, scale):
                 biases = biases if factor is None else biases * factor
         return gain if scale is None else gain * scale, biases
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...coordinates.plain_size import PlainSize
 from ...kernels.input_sums import SLOTS, available
 from ...kernels.launch import HostTable, Launcher, on
-from ...math import guards
+from ...math import guards, stepsize
 from ...math.constants import STEADY
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
@@ -102,6 +103,7 @@ class TritonStep:
         self.levels = [next(iter(b.biases or frozen(b)), None) for b in blocks]
         self.unbiased = any(b.treatment == "whitened" and not b.biases for b in blocks)
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
+        self.plain_size = any(isinstance(b.coordinates, PlainSize) for b in blocks)
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
         self.captured = False  # whether a CUDA graph holds its addresses
         shapes = shapes_table(blocks, stages, self._rule_rows())
@@ -115,7 +117,7 @@ class TritonStep:
         self.group_of = torch.tensor([[*some, *[len(number)] * (2 - len(some))] for some in both]).to(self.device)
         self.vectors = torch.ones(spec.VECTORS, self.width, device=self.device)
         self.batch = torch.zeros(2, self.width, device=self.device)
-        self.layers = torch.ones(spec.LAYERS, count, device=self.device)
+        self.layers = torch.ones(count, spec.LAYERS, device=self.device)
         self.sums = torch.zeros(spec.SUMS, self.total, device=self.device)
         self.motion = torch.zeros(spec.MOTION, self.total, device=self.device)
         self.always = torch.ones((), dtype=torch.bool, device=self.device)  # the mask of a step the host has checked
@@ -152,6 +154,7 @@ class TritonStep:
         tensors = self.shapes, self.table, self.vectors, self.batch, self.layers, self.width, len(self.blocks)
         constants: dict[str, Any] = {
             "LINEAR": self.rule.linear,
+            "PLAIN_SIZE": self.plain_size,
             "STEADY": STEADY,
             "DRIFT": guards.DRIFT,
             "SLOTS": SLOTS,
@@ -179,6 +182,7 @@ class TritonStep:
             UNIT_SCALE=self.rule.fused is not None and self.rule.fused.unit_scale,
             EXTERNAL=self.rule.fused is None,
             GUARD=guarded,
+            LONG=stepsize.LONG,
             CROWD=0.0 if self.rule.linear else guards.CROWD,
             LEAST=guards.LEAST,
             TINY=TINY,

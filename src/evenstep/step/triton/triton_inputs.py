@@ -11,7 +11,7 @@ from .triton_pointers import SIZES, floats
 @triton.jit(do_not_specialize=SIZES)
 def frame(
     addresses, shapes, settings, vectors, batch, layers, width, blocks,
-    LINEAR: tl.constexpr, STEADY: tl.constexpr, DRIFT: tl.constexpr, SLOTS: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR: tl.constexpr, PLAIN_SIZE: tl.constexpr, STEADY: tl.constexpr, DRIFT: tl.constexpr, SLOTS: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
@@ -22,9 +22,9 @@ def frame(
         shared = tl.where(applied > 0, applied / tl.maximum(examples, 1.0), tl.load(floats(tl.load(p + spec.SHARING))))
         declared = tl.load(g + spec.DECLARED)
         shared = tl.where(declared == declared, declared, shared)
-        tl.store(layers + spec.SHARE * blocks + block, shared)
+        tl.store(layers + block * spec.LAYERS + spec.SHARE, shared)
         if LINEAR:
-            tl.store(layers + spec.BETA * blocks + block, tl.rsqrt(tl.sqrt(tl.load(g + spec.FAN_IN) * shared)))
+            tl.store(layers + block * spec.LAYERS + spec.BETA, tl.rsqrt(tl.sqrt(tl.load(g + spec.FAN_IN) * shared)))
     if (flags & spec.WHITENED) != 0:
         count, base, slots = (
             tl.load(s + spec.ALL_INPUTS).to(tl.int32),
@@ -52,11 +52,12 @@ def frame(
             bad += tl.where(here & (finite == 0), 1, 0)
         usable = (tl.sum(bad, 0) == 0) & (rows > 0)
         known = usable | started
-        tl.store(layers + spec.USABLE * blocks + block, usable.to(tl.float32))
+        tl.store(layers + block * spec.LAYERS + spec.USABLE, usable.to(tl.float32))
         tau = tl.load(g + spec.TAU)
         steady = tl.where((flags & spec.BIASED) != 0, 0.0, STEADY)
         total = tl.zeros([BLOCK], dtype=tl.float32)
         fired = tl.zeros([BLOCK], dtype=tl.float32)
+        means = tl.zeros([BLOCK], dtype=tl.float32)
         tl.debug_barrier()
         for begin in range(0, count, BLOCK):
             i = begin + tl.arange(0, BLOCK)
@@ -74,25 +75,34 @@ def frame(
             raised = tl.maximum(var, q / tau)
             fired += tl.where(here & known & (q / tau > var), 1.0, 0.0)
             total += tl.where(here, raised, 0.0)
+            means += tl.where(here, mean * mean, 0.0)
             tl.store(vectors + spec.MU * width + base + i, tl.where(known, mean, 0.0), mask=here)
             tl.store(vectors + spec.SPREAD * width + base + i, tl.where(known, raised, 1.0), mask=here)
             tl.store(vectors + spec.FRESH * width + base + i, tl.where(known, tl.maximum(var, q), 1.0), mask=here)
-        tl.store(layers + spec.RAISED * blocks + block, tl.sum(fired, 0))
+        tl.store(layers + block * spec.LAYERS + spec.RAISED, tl.sum(fired, 0))
         floor = tl.where(known, tl.load(g + spec.DAMPING) * tl.sum(total, 0) / count, 0.0)
+        whitened = tl.zeros([BLOCK], dtype=tl.float32)
         tl.debug_barrier()
         for begin in range(0, count, BLOCK):
             i = begin + tl.arange(0, BLOCK)
             here = i < count
-            spread = tl.load(vectors + spec.SPREAD * width + base + i, mask=here, other=1.0) + floor
+            raised = tl.load(vectors + spec.SPREAD * width + base + i, mask=here, other=1.0)
+            spread = raised + floor
             clear = spread > TINY
-            tl.store(
-                vectors + spec.ALPHA * width + base + i,
-                tl.where(clear, 1.0 / tl.sqrt(tl.where(clear, spread, 1.0)), 0.0),
-                mask=here,
-            )
+            alpha = tl.where(clear, 1.0 / tl.sqrt(tl.where(clear, spread, 1.0)), 0.0)
+            whitened += tl.where(here, raised * alpha * alpha, 0.0)
+            tl.store(vectors + spec.ALPHA * width + base + i, alpha, mask=here)
             tl.store(vectors + spec.SPREAD * width + base + i, spread, mask=here)
             far = tl.load(vectors + spec.FRESH * width + base + i, mask=here, other=1.0)
             tl.store(vectors + spec.FRESH * width + base + i, far + floor, mask=here)
+        if PLAIN_SIZE:
+            squares, under = tl.sum(means, 0), tl.sum(whitened, 0)
+            power = tl.sum(total, 0) + tl.where((flags & spec.BIASED) != 0, 0.0, squares)
+            sized = known & (under > TINY) & (power > TINY)
+            beta = tl.where(sized, tl.sqrt(power / tl.where(under > TINY, under, 1.0)), 1.0)
+            constant = tl.where(sized, tl.sqrt(1 + squares / count) / beta, 1.0)
+            tl.store(layers + block * spec.LAYERS + spec.BETA, beta)
+            tl.store(layers + block * spec.LAYERS + spec.CONSTANT, constant)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -101,7 +111,7 @@ def commit(addresses, shapes, settings, batch, layers, ok, width, blocks, BLOCK:
     p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
     flags, good = tl.load(s + spec.FLAGS), tl.load(ok) != 0
     if ((flags & spec.SHARED) != 0) & good:
-        tl.store(floats(tl.load(p + spec.SHARING)), tl.load(layers + spec.SHARE * blocks + block))
+        tl.store(floats(tl.load(p + spec.SHARING)), tl.load(layers + block * spec.LAYERS + spec.SHARE))
     if (flags & spec.WHITENED) != 0:
         count, base = tl.load(s + spec.ALL_INPUTS).to(tl.int32), tl.load(s + spec.BASE)
         centre, mx, vx = floats(tl.load(p + spec.CENTRE)), floats(tl.load(p + spec.MX)), floats(tl.load(p + spec.VX))
@@ -109,7 +119,7 @@ def commit(addresses, shapes, settings, batch, layers, ok, width, blocks, BLOCK:
         old, decay = tl.load(floats(tl.load(p + spec.MASS))), tl.load(g + spec.MEMORY)
         mass = decay * old + (1 - decay)
         k = (1 - decay) / mass
-        joins = good & (tl.load(layers + spec.USABLE * blocks + block) != 0)
+        joins = good & (tl.load(layers + block * spec.LAYERS + spec.USABLE) != 0)
         for begin in range(0, count, BLOCK):
             i = begin + tl.arange(0, BLOCK)
             here = i < count

@@ -122,7 +122,9 @@ def write_gradients(
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
     p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, False, KIND)
+    flags, moving, row, scale, even, lies = row_of(
+        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, False, KIND
+    )
     apart = tl.load(s + spec.RULE_ROW)
     even = even & ((tl.load(p + spec.TO_RULE) % 16) == 0) & (apart % 8 == 0)
     shift = 0.0
@@ -130,7 +132,8 @@ def write_gradients(
     if (flags & spec.BIASED) != 0:
         shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
         bad = tl.where(shift - shift == 0, 0.0, 1.0)
-        tl.store(pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW), shift)
+        to = pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+        tl.store(to, shift * tl.load(layers + block * spec.LAYERS + spec.CONSTANT))
     if PROJECT:
         if (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED:
             _, _, _, shift = projected(lies, vectors, scale, HALF)
@@ -193,7 +196,9 @@ def add_up(
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
     p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, EXTERNAL, KIND)
+    flags, moving, row, scale, even, lies = row_of(
+        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, EXTERNAL, KIND
+    )
     shift = 0.0
     direction = 0.0
     level = 0.0
@@ -201,9 +206,8 @@ def add_up(
         level = tl.load(pointer(tl.load(p + spec.LEVEL), KIND) + row).to(tl.float32)
     if EXTERNAL:
         if (flags & spec.BIASED) != 0:
-            direction = tl.load(
-                pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
-            ).to(tl.float32)
+            at = pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+            direction = tl.load(at).to(tl.float32) * tl.load(layers + block * spec.LAYERS + spec.CONSTANT)
     elif (flags & spec.BIASED) != 0:
         shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
         direction = shift
@@ -281,7 +285,9 @@ def move(
     unit = tl.program_id(0)
     block = tl.load(owner + unit).to(tl.int64)
     p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layers + block, width, EXTERNAL, KIND)
+    flags, moving, row, scale, even, lies = row_of(
+        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, EXTERNAL, KIND
+    )
     shift = tl.load(sums + spec.SHIFT * units + unit)
     gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
     ratio = tl.load(g + spec.RATIO)

@@ -43,7 +43,7 @@ def measure_pieces(
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
-    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, GUARD: tl.constexpr, CROWD: tl.constexpr, LEAST: tl.constexpr, TINY: tl.constexpr, PROJECT: tl.constexpr,
+    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, GUARD: tl.constexpr, LONG: tl.constexpr, CROWD: tl.constexpr, LEAST: tl.constexpr, TINY: tl.constexpr, PROJECT: tl.constexpr,
     SWEEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -57,7 +57,7 @@ def measure(
     if EXTERNAL:  # the rule has its own, and has made steps of directions
         rate, bias_rate = -1.0, -1.0
     beta, radius, damping = (
-        tl.load(layers + spec.BETA * blocks + block),
+        tl.load(layers + block * spec.LAYERS + spec.BETA),
         tl.load(g + spec.RADIUS),
         tl.load(g + spec.UNIT_DAMPING),
     )
@@ -109,8 +109,10 @@ def measure(
                 )
                 average = old + kept * (square - old)
                 scale = unit_scale(average, square, mean, tl.load(g + spec.EPS), one, TINY)
-                if (flags & spec.PLAIN) != 0:
-                    scale *= tl.maximum(tl.sqrt(tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0)), 1.0)
+                mean_response = tl.load(at + spec.MEAN * units, mask=here, other=0.0)
+                length2 = mean_response * mean_response + tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0)
+                usual = tl.where((flags & spec.PLAIN) != 0, 1.0, LONG)
+                scale *= tl.maximum(tl.sqrt(length2) / usual, 1.0)
             step = rate * scale
             bias_step = bias_rate * scale * tl.load(at + spec.DIRECTION * units, mask=here, other=0.0)
             back = along * 0.0
@@ -160,7 +162,7 @@ def measure(
                     bound2 = tl.where(number > 0, tl.minimum(bound2, crowd2), bound2)
     if (flags & spec.COUNTED) != 0:
         mine = tl.load(s + spec.COUNTER) * spec.COUNTERS
-        raised = tl.where((flags & spec.WHITENED) != 0, tl.load(layers + spec.RAISED * blocks + block), 0.0)
+        raised = tl.where((flags & spec.WHITENED) != 0, tl.load(layers + block * spec.LAYERS + spec.RAISED), 0.0)
         stopped = tl.sum(held, 0)
         tl.store(last + mine, raised)
         tl.store(last + mine + 1, stopped)

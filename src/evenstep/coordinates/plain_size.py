@@ -1,0 +1,27 @@
+"""Whitened coordinates in which steps are as long as in plain ones."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..math.constants import plain_size
+from .coordinates import Batch, Layers, Scales
+from .whitening import Whitening
+
+
+class PlainSize(Whitening):
+    """μ and α whiten the layer's inputs; β brings steps back to the size they have in plain coordinates.
+
+    A rule that normalizes takes steps of about lr, whatever the gradient's scale. In the coordinates of eq. 12 such a
+    step is lr long beside units that may be hundreds long, where inputs are large, and far too long where inputs are
+    small. Here lr means what it means to the rule in plain coordinates.
+    """
+
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
+        """Whitened coordinates with another β, and a scale for the constant input."""
+        scales = super().at(state, batch, layers)
+        assert scales.mu is not None and scales.alpha is not None and scales.spread is not None
+        beta, constant = plain_size(
+            scales.mu, scales.alpha, scales.spread, layers.group["damping"], biased=layers.biased, over=layers.inputs
+        )
+        return scales._replace(beta=beta, constant=constant)
