@@ -72,8 +72,8 @@ for flag in (True, False):
     for other in (True, False):
         crowd = guards.CROWD if flag else 0.0
         for external in sorted({False, not flag}):
-            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "LONG": 3.0, "CROWD": crowd, "LEAST": guards.LEAST}
-            built("measure", **rule, TINY=TINY, PROJECT=other, SWEEPS=1 + other)
+            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "LONG": 3.0, "CROWD": crowd}
+            built("measure", **rule, LEAST=guards.LEAST, TINY=TINY, PROJECT=other, SWEEPS=1 + other)
             for name in ("add_up", "move", *(["write_gradients"] if external else [])):
                 rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "NESTEROV": flag and other, "PROJECT": other}
                 built(name, **rule, EXTERNAL=external, KIND="bfloat16" if flag != external else "float32")
