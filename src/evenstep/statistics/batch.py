@@ -23,7 +23,6 @@ class CallPlan(NamedTuple):
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
     row_dims: list[int]  # all dimensions but that of the inputs
-    trailing: int  # how many of them come after it
     launches: dict[Any, Any]  # of the kernel, by device, dtype and alignment
 
 
@@ -31,10 +30,10 @@ def plan_call(x: Tensor | None, look: Look, limit: int | None = None) -> CallPla
     """The plan for calls with tensors like `x`, of which at most `limit` rows are read."""
     look = look._replace(x=None)
     if x is None:
-        return CallPlan(look, None, [], 0, {})
+        return CallPlan(look, None, [], {})
     dim = look.dim % x.dim()
     row_dims = [d for d in range(x.dim()) if d != dim]
-    return CallPlan(look, lattice(x.detach(), dim, limit), row_dims, x.dim() - 1 - dim, {})
+    return CallPlan(look._replace(dim=dim), lattice(x.detach(), dim, limit), row_dims, {})
 
 
 class ForwardState:
@@ -56,8 +55,9 @@ class ForwardState:
 
     def clocks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The clock on a device, and the tensor that calls outside of forward passes read there."""
-        for clocks in (self.clocks, self.outside):
-            clocks.setdefault(device, torch.full((), torch.nan, device=device))
+        if device not in self.clocks:
+            self.clocks[device] = torch.zeros((), device=device)
+            self.outside[device] = torch.full((), torch.nan, device=device)
         return self.clocks[device], self.outside[device]
 
     def contain_this_call(self) -> bool:
@@ -69,48 +69,16 @@ class ForwardState:
         self.running = self.started = self.saw_rows = self.saw_empty = False
 
 
-class PendingCalls:
-    """Calls on the CPU that are not in a layer's tensors yet: their sums, the deviations of the newest, their counts.
+class PendingCall(NamedTuple):
+    """A call on the CPU that is not in a layer's tensors yet.
 
     Between two layers of a network a tensor operation costs more than its arithmetic. So a call takes one subtraction,
     and its sums are left to the next call or to the step.
     """
 
-    __slots__ = ("counts", "newest", "total")
-
-    def __init__(self) -> None:
-        """No calls."""
-        self.newest: tuple[Tensor, list[int]] | None = None
-        self.total: tuple[Tensor, Tensor] | None = None
-        self.counts: list[float] = [0, 0, 0, 0]
-
-    def add(self, deviation: Tensor, row_dims: list[int]) -> None:
-        """Add x − c of one more call."""
-        if self.newest is not None:
-            self.sums()
-        self.newest = deviation, row_dims
-        if deviation.numel() > PENDING_LIMIT:
-            self.sums()
-
-    def sums(self) -> tuple[Tensor, Tensor] | None:
-        """Σ(x − c) and Σ(x − c)² of all calls; None if no call had an input."""
-        if self.newest is not None:
-            found, self.newest = sum_deviation(*self.newest), None
-            if self.total is None:
-                self.total = found
-            else:
-                torch._foreach_add_(self.total, found)
-        return self.total
-
-
-def sum_deviation(
-    deviation: Tensor, row_dims: list[int], out: tuple[Tensor | None, Tensor | None] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """Σ(x − c) and Σ(x − c)² over rows; overwrites `deviation`."""
-    if not row_dims:
-        deviation, row_dims = deviation.unsqueeze(0), [0]
-    first = torch.sum(deviation, row_dims, out=out[0])
-    return first, torch.sum(deviation.mul_(deviation), row_dims, out=out[1])
+    deviation: Tensor | None  # x − c
+    row_dims: list[int]
+    counts: list[int]
 
 
 class LayerStatistics:
@@ -125,9 +93,8 @@ class LayerStatistics:
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
 
-    A GPU kernel adds calls to these tensors. On the CPU calls are pending until somebody reads the sums; while the
-    versions of the tensors are `zero_at`, which compiled code changes, too, the host knows them to be zero. Code that
-    is compiled for the CPU, and inputs that the kernel does not take, use plain operations.
+    A GPU kernel adds calls to these tensors. On the CPU the newest call is pending until somebody reads the sums. Code
+    that is compiled for the CPU, and inputs that the kernel does not take, use plain operations.
     """
 
     def __init__(
@@ -147,19 +114,11 @@ class LayerStatistics:
         self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
         self._tally = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
-        self.centre_is_mean = False  # whether the host knows that the centre is a running mean
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
-        self.seen = torch.zeros((), device=device)
-        self.seen_at = 0  # version of the clock at the last eager call on the CPU
-        self.pending: PendingCalls | None = None
+        self.seen = torch.full((), torch.nan, device=device)
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=device)
-        self._use_device()
-
-    def _use_device(self) -> None:
-        """Rebuild what depends on the device."""
-        self._clock, self._outside = self.forwards.clocks_on(self.device)
-        self._centres: dict[int, Tensor] = {}  # views of the centre with so many dimensions behind the inputs
-        self.zero_at = -1, -1
+        self._pending: PendingCall | None = None
+        self._clock, self._outside = self.forwards.clocks_on(device)
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
@@ -169,7 +128,7 @@ class LayerStatistics:
             self._slots[0] = whole
             for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
-            self._use_device()
+            self._clock, self._outside = self.forwards.clocks_on(device)
 
     @property
     def device(self) -> torch.device:
@@ -226,30 +185,18 @@ class LayerStatistics:
         sums = Sums(self.rows, first, second)
         return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
 
-    def write_sums(self, first: Tensor, second: Tensor) -> None:
-        """Write Σ(x − c) and Σ(x − c)² to tensors on the CPU."""
-        pending = self.pending if self._is_zero() else None
-        if pending is not None and pending.newest is not None and pending.total is None:
-            pending.total, pending.newest = sum_deviation(*pending.newest, (first, second)), None
-            return
-        sums = None if pending is None else pending.sums()
-        torch._foreach_copy_([first, second], self.slots[0].unbind() if sums is None else sums)
-
     def counts(self) -> list[float]:
-        """The tally as numbers, on the CPU."""
-        return self.pending.counts if self.pending is not None and self._is_zero() else self.tally.tolist()
-
-    def _is_zero(self) -> bool:
-        """Whether the host knows the tensors to be zero; compiled code cannot ask (torch 2.11)."""
-        return not torch.compiler.is_compiling() and self.zero_at == (self._slots._version, self._tally._version)
+        """The tally as numbers (reads the device)."""
+        found: list[float] = self.tally.tolist()
+        return found
 
     def flush(self) -> None:
-        """Add pending calls to the tensors."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            if (sums := pending.sums()) is not None:
-                torch._foreach_add_(self._slots[0].unbind(), sums)
-            self._tally.add_(self._tally.new_tensor(pending.counts))
+        """Add the pending call to the tensors."""
+        call, self._pending = self._pending, None
+        if call is not None:
+            self._tally.add_(self._tally.new_tensor(call.counts))
+            if call.deviation is not None:
+                torch._foreach_add_(self._slots[0].unbind(), sum_deviation(call.deviation, call.row_dims))
 
     # adding
 
@@ -273,37 +220,24 @@ class LayerStatistics:
             self.to(x.device)
             x = plan.rows.of(x.detach())
         if self._tally.is_cpu:
-            self._add_pending(x, plan)
+            self._postpone(x, plan)
         elif x is None or not moments_kernel.add(x, plan.look, self, plan.launches):
             self._add(x, plan.look)
 
-    def _add_pending(self, x: Tensor | None, plan: CallPlan) -> None:
-        """Add a call on the CPU to the pending ones."""
-        pending = self.pending = self.pending or PendingCalls()
-        look, counts = plan.look, pending.counts
+    def _postpone(self, x: Tensor | None, plan: CallPlan) -> None:
+        """Add all of a call on the CPU but its sums."""
+        self.flush()
+        look, rows, deviation, clock = plan.look, 0, None, self.clock
         if x is not None and plan.rows is not None:
-            if not self.centre_is_mean:
-                self._centre_on(x, look.dim)
-            centre = self._centres.get(plan.trailing)
-            if centre is None:
-                centre = self._centres[plan.trailing] = self.centre.view(-1, *[1] * plan.trailing)
-            pending.add((x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, plan.row_dims)
-            counts[0] += plan.rows.rows
-        counts[1] += look.zeros
-        counts[2] += look.applied
-        if self._is_first_call():
-            counts[3] += look.examples
-
-    def _is_first_call(self) -> bool:
-        """Whether this eager call is the layer's first in a forward pass."""
-        clock = self.clock
-        now = clock._version  # 0 outside of forward passes
-        first = not now or now != self.seen_at
-        if self.seen._version:  # there are compiled calls, which read and write the tensors
-            first = clock.item() != self.seen.item()
-            self.seen.copy_(clock)
-        self.seen_at = now
-        return first
+            self._centre_on(x, look.dim)
+            rows = plan.rows.rows
+            deviation = x.to(self.centre.dtype) - self.centre.view(-1, *[1] * (x.dim() - 1 - look.dim))
+        first = clock.item() != self.seen.item()
+        self.seen.copy_(clock)
+        counts = [rows, look.zeros, look.applied, look.examples if first else 0]
+        self._pending = PendingCall(deviation, plan.row_dims, counts)
+        if deviation is not None and deviation.numel() > PENDING_LIMIT:
+            self.flush()
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -326,36 +260,25 @@ class LayerStatistics:
 
     def _centre_on(self, x: Tensor, inputs: int) -> None:
         """Make the first row the centre if there is none."""
-        if torch.compiler.is_compiling() or not self.centre_is_mean:
-            row = x
-            for dim in reversed(range(x.dim())):
-                row = row if dim == inputs else row.select(dim, 0)
-            self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
+        row = x
+        for dim in reversed(range(x.dim())):
+            row = row if dim == inputs else row.select(dim, 0)
+        self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
 
-    # the step
+    def reset(self) -> list[Tensor]:
+        """Drop the pending call; returns the tensors to be set to zero for the next step."""
+        self._pending = None
+        return [self._slots, self._tally, *([self.g2] if self.units else [])]
 
-    def count_guards(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
-        """Count what the guards did in a step: inputs raised, units held back; and note its largest relative step."""
-        self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
-        self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
 
-    def drop(self) -> list[Tensor]:
-        """Drop pending calls; returns the tensors to be set to zero for the next step."""
-        self.pending = None
-        found = [self.g2] if self.units else []
-        if not (self._tally.is_cpu and self._is_zero()):
-            found += [self._slots, self._tally]
-        return found
-
-    def mark_zero(self) -> None:
-        """Note that the tensors are zero now."""
-        if not torch.compiler.is_compiling():
-            self.zero_at = self._slots._version, self._tally._version
+def sum_deviation(deviation: Tensor, row_dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Σ(x − c) and Σ(x − c)² over rows; overwrites `deviation`."""
+    if not row_dims:
+        deviation, row_dims = deviation.unsqueeze(0), [0]
+    return deviation.sum(row_dims), deviation.mul_(deviation).sum(row_dims)
 
 
 def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor]) -> None:
     """Sum the next batch about these centres: running means, or NaN for its first row."""
     if layers:
         torch._foreach_copy_([layer.centre for layer in layers], list(centres))
-    for layer in layers:
-        layer.centre_is_mean = False

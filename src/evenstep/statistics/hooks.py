@@ -163,22 +163,17 @@ class ForwardStart(Hook):
 
     def __init__(self, forwards: ForwardState) -> None:
         """Advances the clocks of `forwards`."""
-        self.forwards, self.ticks = forwards, 0
+        self.forwards = forwards
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Advance the clocks, if the model trains."""
         eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
-        if eager:
-            self.ticks = (self.ticks + 1) % 2**20
         self.forwards.running = self.forwards.started = True
         for clock in self.forwards.clocks.values():
-            if eager and clock.is_cpu:
-                clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
-            else:
-                with torch.no_grad():
-                    clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
+            with torch.no_grad():
+                clock.copy_((clock + 1).remainder(2**20))
 
 
 class ForwardEnd(Hook):
@@ -271,11 +266,8 @@ class ModelStatistics:
 
     def clear(self) -> None:
         """Start over after a step."""
-        used = [t for layer in self.layers.values() for t in layer.drop()]
-        if used:
-            torch._foreach_zero_(used)
-            for layer in self.layers.values():
-                layer.mark_zero()
+        if self.layers:
+            torch._foreach_zero_([t for layer in self.layers.values() for t in layer.reset()])
         self.forwards.clear()
 
 
