@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from .model.kinds import LayerKind
 from .model.layers import kind_of
 from .model.survey import join, lookup
+from .options import refusal
 from .parallel.dtensor import sharded
 from .statistics.hooks import Hook, InertHook
 
@@ -155,7 +156,7 @@ def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
     """The layers to be followed by batch norm."""
     if isinstance(skip, str):
-        raise ValueError(f"insert_batchnorm: skip must be a list of path patterns; got the string {skip!r}.")
+        raise refusal("insert_batchnorm", "skip", skip, "a list of path patterns")
     for pattern in skip:
         if not any(fnmatchcase(path, pattern) for path in layers):
             raise ValueError(f"insert_batchnorm: skip pattern '{pattern}' fits none of the layers {listed(layers)}.")

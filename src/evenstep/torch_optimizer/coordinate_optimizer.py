@@ -17,7 +17,8 @@ from ..step.gradients import gradient
 from ..step.plan import Plan
 from ..step.state import init_state
 from .base import NONFINITE, ModelOptimizer
-from .motion import at_rest, follow, step_count
+from .checkpoint import step_count
+from .param_groups import at_rest
 
 NO_MODEL = (
     "no model is attached, so all parameters are trained in plain coordinates; give the model as the first argument, "
@@ -137,7 +138,7 @@ class CoordinateOptimizer(ModelOptimizer):
         for block in blocks:
             counted = self._counted(block)
             for p in block.parameters:
-                follow(self.state[p], p.device, all(p is not other for other in counted))
+                self._follow(p, keep_step=all(p is not other for other in counted))
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
@@ -145,6 +146,12 @@ class CoordinateOptimizer(ModelOptimizer):
             if stage is not None:
                 stage.to(block.weight.device)
             init_state(self.state, block, stage)
+
+    def _follow(self, p: Tensor, keep_step: bool) -> None:
+        """Move a parameter's state to the device it is on now; torch's rules keep step counts on the CPU."""
+        for name, value in self.state[p].items():
+            if isinstance(value, Tensor) and value.device != p.device and not (keep_step and name == "step"):
+                self.state[p][name] = value.to(p.device)
 
     def _counted(self, block: Block) -> list[Tensor]:
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
