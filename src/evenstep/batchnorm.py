@@ -20,7 +20,7 @@ from .model.layers import kind_of
 from .model.survey import join, lookup
 from .options import refusal
 from .parallel.dtensor import sharded
-from .statistics.hooks import Hook, InertHook
+from .statistics.hooks import Hook
 
 LAYERS = (nn.Linear, _ConvNd)  # transposed convolutions are _ConvNd, too
 NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # by the layer's spatial dimensions
@@ -221,7 +221,7 @@ def why_unfit(layer: nn.Module, names: Mapping[int, list[str]]) -> str | None:
 def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
     """Why a module cannot be changed by itself: hooked, registered twice, tied or sharded; None if it can."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if any(not isinstance(hook, (Hook, InertHook)) for hook in hooks):  # hooks of evenstep change no output
+    if any(not isinstance(hook, Hook) for hook in hooks):  # hooks of evenstep change no output
         return "has a forward hook; remove it first"
     if len(names[id(module)]) > 1:
         return f"is shared: {listed(names[id(module)])} are one module"

@@ -165,11 +165,6 @@ class LayerStatistics:
         return self.tally[0]
 
     @property
-    def zeros(self) -> Tensor:
-        """The number of rows of zeros that the layer has inserted."""
-        return self.tally[1]
-
-    @property
     def applied(self) -> Tensor:
         """How often the weight was used."""
         return self.tally[2]
@@ -183,7 +178,7 @@ class LayerStatistics:
         """The sums of all rows, with the zeros that the layer inserts."""
         first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
         sums = Sums(self.rows, first, second)
-        return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
+        return add_zeros(sums, self._tally[1], self.centre) if self.stuffed else sums
 
     def counts(self) -> list[float]:
         """The tally as numbers (reads the device)."""

@@ -128,8 +128,7 @@ class ModelOptimizer(Optimizer):
         self._statistics = ModelStatistics(
             model,
             trained,
-            inputs=self.needs >= Statistics.INPUTS,
-            gradients=self.needs >= Statistics.GRADIENTS,
+            self.needs,
             rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()

@@ -108,7 +108,7 @@ class CoordinateOptimizer(ModelOptimizer):
         parts, groups = [], self._groups()
         if self._statistics is not None and self.needs > Statistics.NOTHING:
             for entry, stage in self._statistics.items():
-                mass = self.state.get(entry.weight, {}).get("mass") if self._statistics.inputs else None
+                mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
                 reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
                 parts.append(reduce.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
