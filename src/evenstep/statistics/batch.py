@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
-from ..model.kinds import Look
+from ..model.layer_kinds import Look
 
 PENDING_LIMIT = 2**18  # a pending call with more numbers than this is summed at once
 graph_task_id = torch._C._current_graph_task_id

@@ -13,9 +13,8 @@ from .. import options
 from ..coordinates.coordinates import Coordinates, Statistics
 from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
-from ..model.claims import claim, release
-from ..model.coverage import coverage_of, guard_rates
-from ..model.survey import Coverage, Entry, survey
+from ..model.coverage import Coverage, coverage_of
+from ..model.survey import Entry, survey
 from ..parallel import reduce as distributed
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics, recentre
@@ -23,6 +22,7 @@ from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
+from .two_optimizers import claim, release
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
@@ -230,7 +230,13 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return guard_rates(self._with_statistics(self._blocks(lambda p: p.requires_grad)))
+        shares: dict[str, tuple[float, float]] = {}
+        for block, layer in self._with_statistics(self._blocks(lambda p: p.requires_grad)):
+            if layer is not None and block.entry is not None and not block.alone:
+                raised, held, steps = layer.fired.tolist()
+                inputs, units = max(1, steps * layer.inputs), max(1, steps * block.units)
+                shares[block.entry.label] = (raised / inputs, held / units)
+        return shares
 
     @property
     def nonfinite_steps(self) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
 from ..coordinates.coordinates import Statistics
-from ..model.coverage import missing_statistics
 from ..parallel import reduce
 from ..statistics.batch import LayerStatistics
 from ..step import plan as plans
@@ -23,6 +22,12 @@ from .param_groups import at_rest
 NO_MODEL = (
     "no model is attached, so all parameters are trained in plain coordinates; give the model as the first argument, "
     "as model=, or call opt.attach(model)."
+)
+
+NO_STATISTICS = (
+    "layer '{}' ({}) has a gradient but saw no input since the last step (compiled without its hooks? then "
+    "torch._dynamo.reset() helps; eval mode? a functional call?); using its last moments, or fan-in coordinates if it "
+    "has none."
 )
 
 NO_RATIO = (
@@ -216,14 +221,21 @@ class CoordinateOptimizer(ModelOptimizer):
         return device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
 
     def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
-        """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
+        """Warn once of tensors without a model, and of a layer with a gradient but no statistics of this step.
+
+        Statistics on another device are only read if the host may `wait` for them.
+        """
         if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = missing_statistics(self._with_statistics(blocks), wait)
-        if self._statistics is None:
-            message = NO_MODEL if blocks else None
-        if message is not None:
-            self._warn("unseen", message)
+        if self._statistics is None and blocks:
+            self._warn("unseen", NO_MODEL)
+        for block, layer in self._with_statistics(blocks):
+            if layer is None or block.entry is None or not block.weight.requires_grad:
+                continue
+            readable = layer.device.type == "cpu" or (wait and layer.device.type != "meta")
+            if readable and not layer.applied:
+                self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
+                return
 
 
 def masked(ok: Tensor | None, step: Any) -> Tensor | None:
