@@ -3,8 +3,11 @@
 They only add; a step averages. Their tensors are not buffers of a module, which DDP would broadcast.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,27 +16,28 @@ from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.layer_kinds import Look
 
-PENDING_LIMIT = 2**18  # a pending call with more numbers than this is summed at once
 graph_task_id = torch._C._current_graph_task_id
 
 
-class CallPlan(NamedTuple):
-    """How to add calls with tensors of one shape and layout."""
+@dataclass
+class CallPlan:
+    """How to add calls with tensors of one shape and layout, of which at most `limit` rows are read."""
 
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
-    row_dims: list[int]  # all dimensions but that of the inputs
-    launches: dict[Any, Any]  # of the kernel, by device, dtype and alignment
+    launches: dict[Any, Any] = field(default_factory=dict)  # of the kernel, by device, dtype and alignment
+
+    @cached_property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """What the tally grows by: at the first call in a forward pass, and at later ones."""
+        look, rows = self.look, 0 if self.rows is None else self.rows.rows
+        first = torch.tensor([rows, look.zeros, look.applied, look.examples])
+        return first, first * torch.tensor([1, 1, 1, 0])
 
 
-def plan_call(x: Tensor | None, look: Look, limit: int | None = None) -> CallPlan:
-    """The plan for calls with tensors like `x`, of which at most `limit` rows are read."""
-    look = look._replace(x=None)
-    if x is None:
-        return CallPlan(look, None, [], {})
-    dim = look.dim % x.dim()
-    row_dims = [d for d in range(x.dim()) if d != dim]
-    return CallPlan(look._replace(dim=dim), lattice(x.detach(), dim, limit), row_dims, {})
+def plan_call(x: Tensor | None, look: Look, limit: int | None) -> CallPlan:
+    """The plan for calls with tensors like `x`."""
+    return CallPlan(look._replace(x=None), None if x is None else lattice(x.detach(), look.dim % x.dim(), limit))
 
 
 class ForwardState:
@@ -69,18 +73,6 @@ class ForwardState:
         self.running = self.started = self.saw_rows = self.saw_empty = False
 
 
-class PendingCall(NamedTuple):
-    """A call on the CPU that is not in a layer's tensors yet.
-
-    Between two layers of a network a tensor operation costs more than its arithmetic. So a call takes one subtraction,
-    and its sums are left to the next call or to the step.
-    """
-
-    deviation: Tensor | None  # x − c
-    row_dims: list[int]
-    counts: list[int]
-
-
 class LayerStatistics:
     """What the hooks of one layer have added up since the last step.
 
@@ -93,8 +85,7 @@ class LayerStatistics:
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
 
-    A GPU kernel adds calls to these tensors. On the CPU the newest call is pending until somebody reads the sums. Code
-    that is compiled for the CPU, and inputs that the kernel does not take, use plain operations.
+    A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
     def __init__(
@@ -111,34 +102,33 @@ class LayerStatistics:
         dtype, device = accumulation_dtype(like.dtype), like.device
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.forwards = forwards or ForwardState()
-        self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
-        self._tally = torch.zeros(4, dtype=dtype, device=device)
+        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
+        self.tally = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
         self.seen = torch.full((), torch.nan, device=device)
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=device)
-        self._pending: PendingCall | None = None
         self._clock, self._outside = self.forwards.clocks_on(device)
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         if self.device != device:
-            whole, self._tally = self.slots.sum(0), self.tally.to(device)
-            self._slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
-            self._slots[0] = whole
-            for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
+            whole = self.slots.sum(0)
+            self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
+            self.slots[0] = whole
+            for name in ("slots", "tally", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._clock, self._outside = self.forwards.clocks_on(device)
 
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
-        return self._tally.device
+        return self.tally.device
 
     @property
     def slot_count(self) -> int:
         """The number of slots."""
-        return len(self._slots)
+        return len(self.slots)
 
     @property
     def clock(self) -> Tensor:
@@ -146,18 +136,6 @@ class LayerStatistics:
         return self._clock if self.forwards.contain_this_call() else self._outside
 
     # reading
-
-    @property
-    def slots(self) -> Tensor:
-        """Σ(x − c) and Σ(x − c)², in slots."""
-        self.flush()
-        return self._slots
-
-    @property
-    def tally(self) -> Tensor:
-        """The numbers of rows, rows of zeros, uses of the weight, and examples."""
-        self.flush()
-        return self._tally
 
     @property
     def rows(self) -> Tensor:
@@ -178,20 +156,12 @@ class LayerStatistics:
         """The sums of all rows, with the zeros that the layer inserts."""
         first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
         sums = Sums(self.rows, first, second)
-        return add_zeros(sums, self._tally[1], self.centre) if self.stuffed else sums
+        return add_zeros(sums, self.tally[1], self.centre) if self.stuffed else sums
 
     def counts(self) -> list[float]:
         """The tally as numbers (reads the device)."""
         found: list[float] = self.tally.tolist()
         return found
-
-    def flush(self) -> None:
-        """Add the pending call to the tensors."""
-        call, self._pending = self._pending, None
-        if call is not None:
-            self._tally.add_(self._tally.new_tensor(call.counts))
-            if call.deviation is not None:
-                torch._foreach_add_(self._slots[0].unbind(), sum_deviation(call.deviation, call.row_dims))
 
     # adding
 
@@ -199,11 +169,10 @@ class LayerStatistics:
         """Add one call."""
         x = None if look.x is None or not self.inputs else look.x.detach()
         if not torch.compiler.is_compiling():
-            x = None if x is None else thinned(x, look.dim, self.limit)
-            return self.add_planned_call(x, plan_call(x, look))
+            return self.add_planned_call(x, plan_call(x, look, self.limit))
         if x is not None:
             self.to(x.device)
-            tensors = self._slots, self.centre, self._tally, self.seen, self.clock
+            tensors = self.slots, self.centre, self.tally, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
                 return None
             x = thinned(x, look.dim, self.limit)
@@ -214,25 +183,19 @@ class LayerStatistics:
         if x is not None and plan.rows is not None:
             self.to(x.device)
             x = plan.rows.of(x.detach())
-        if self._tally.is_cpu:
-            self._postpone(x, plan)
+        if self.tally.is_cpu:
+            self._add_on_cpu(x, plan)
         elif x is None or not moments_kernel.add(x, plan.look, self, plan.launches):
             self._add(x, plan.look)
 
-    def _postpone(self, x: Tensor | None, plan: CallPlan) -> None:
-        """Add all of a call on the CPU but its sums."""
-        self.flush()
-        look, rows, deviation, clock = plan.look, 0, None, self.clock
-        if x is not None and plan.rows is not None:
-            self._centre_on(x, look.dim)
-            rows = plan.rows.rows
-            deviation = x.to(self.centre.dtype) - self.centre.view(-1, *[1] * (x.dim() - 1 - look.dim))
-        first = clock.item() != self.seen.item()
+    def _add_on_cpu(self, x: Tensor | None, plan: CallPlan) -> None:
+        """As `_add`, by few operations: between two layers each takes longer than its arithmetic."""
+        clock = self.clock
+        first, later = plan.counts
+        self.tally.add_(first if clock.item() != self.seen.item() else later)
         self.seen.copy_(clock)
-        counts = [rows, look.zeros, look.applied, look.examples if first else 0]
-        self._pending = PendingCall(deviation, plan.row_dims, counts)
-        if deviation is not None and deviation.numel() > PENDING_LIMIT:
-            self.flush()
+        if x is not None:
+            self._add_sums(x, plan.look.dim, centred=not self.inputs or not math.isnan(self.centre[0].item()))
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -241,7 +204,7 @@ class LayerStatistics:
         multiples of 16 bytes, which kept views may not be.
         """
         rows = 0 if x is None else x.numel() // x.shape[look.dim]
-        *tally, examples = self._tally.unbind()
+        *tally, examples = self.tally.unbind()
         for total, count in zip(tally, (rows, look.zeros, look.applied), strict=True):
             if count:
                 total.add_(count)
@@ -249,28 +212,17 @@ class LayerStatistics:
         examples.add_(self.seen != clock, alpha=look.examples)
         self.seen.copy_(clock)
         if x is not None:
-            self._centre_on(x, look.dim)
-            for total, found in zip(self._slots[0].unbind(), sum_about(x, self.centre, look.dim), strict=True):
-                total.add_(found)
+            self._add_sums(x, look.dim)
 
-    def _centre_on(self, x: Tensor, inputs: int) -> None:
-        """Make the first row the centre if there is none."""
-        row = x
-        for dim in reversed(range(x.dim())):
-            row = row if dim == inputs else row.select(dim, 0)
-        self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-
-    def reset(self) -> list[Tensor]:
-        """Drop the pending call; returns the tensors to be set to zero for the next step."""
-        self._pending = None
-        return [self._slots, self._tally, *([self.g2] if self.units else [])]
-
-
-def sum_deviation(deviation: Tensor, row_dims: list[int]) -> tuple[Tensor, Tensor]:
-    """Σ(x − c) and Σ(x − c)² over rows; overwrites `deviation`."""
-    if not row_dims:
-        deviation, row_dims = deviation.unsqueeze(0), [0]
-    return deviation.sum(row_dims), deviation.mul_(deviation).sum(row_dims)
+    def _add_sums(self, x: Tensor, inputs: int, centred: bool = False) -> None:
+        """Add the sums about the centre, which is the first row if there is none yet."""
+        if not centred:
+            row = x
+            for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
+                row = row.select(dim, 0)
+            self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
+        for total, found in zip(self.slots[0].unbind(), sum_about(x, self.centre, inputs), strict=True):
+            total.add_(found)
 
 
 def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor]) -> None:

@@ -225,15 +225,11 @@ class ModelStatistics:
         for layer in self.layers.values():
             layer.g2.div_(scale.to(layer.g2.device) ** 2)
 
-    def flush(self) -> None:
-        """Add pending calls to the tensors of all layers."""
-        for layer in self.layers.values():
-            layer.flush()
-
     def clear(self) -> None:
         """Start over after a step."""
         if self.layers:
-            torch._foreach_zero_([t for layer in self.layers.values() for t in layer.reset()])
+            layers = self.layers.values()
+            torch._foreach_zero_([t for layer in layers for t in (layer.slots, layer.tally, layer.g2)])
         self.forwards.clear()
 
 

@@ -66,7 +66,8 @@ class CoordinateOptimizer(ModelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._prepare_apart() if torch.compiler.is_compiling() else self._prepare(compiled=False)
+        compiled = torch.compiler.is_compiling()
+        ready = self._prepare_on_host() if compiled else self._prepare(compiled=False)
         if ready is not None:
             self._make(*ready)
         if self._statistics is not None:
@@ -74,10 +75,8 @@ class CoordinateOptimizer(ModelOptimizer):
         return loss
 
     @_disable_dynamo
-    def _prepare_apart(self) -> tuple[Plan, Tensor | None] | None:
+    def _prepare_on_host(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
-        if self._statistics is not None:
-            self._statistics.flush()
         return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
