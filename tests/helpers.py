@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from cases import BY_HAND, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
-from evenstep.model.kinds import Look
+from evenstep.model.layer_kinds import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
 

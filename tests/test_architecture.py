@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import evenstep
-from evenstep import keywords
+from evenstep import options
 
 ROOT = Path(evenstep.__file__).parent
 ORDER = [  # a package or file imports what stands before it alone
     "math",
-    "keywords",
-    "checks",
+    "options",
     "kernels",
     "weight_decay",
     "parallel",
@@ -102,11 +101,12 @@ assert not any(name.startswith("evenstep.lab") for name in sys.modules)
 def test_every_keyword_is_explained_once_for_docstrings_and_docs():
     table = (Path(__file__).parent.parent / "docs" / "api.md").read_text().split("## Keywords")[1].split("\n\n")[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert {name.strip("`*"): meaning for name, _, meaning, _ in rows} == keywords.MEANING
+    meanings = {name: option.meaning for name, option in options.OPTIONS.items()}
+    assert {name.strip("`*"): meaning for name, _, meaning, _ in rows} == meanings
     used = set()
     for cls in (getattr(evenstep, name) for name in evenstep.__all__):
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
             names = [*inspect.signature(cls).parameters]
             assert all(f"{name} (default " in cls.__doc__ or f"{name}: " in cls.__doc__ for name in names), cls
             used |= {*names}
-    assert used == {*keywords.MEANING}
+    assert used == {*options.OPTIONS}

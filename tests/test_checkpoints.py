@@ -192,7 +192,7 @@ def other_optimizers(model):
     return {
         "other shapes": (wide, evenstep.UnitStep(wide), r"'0\.weight' has momentum_buffer of shape \[4, 2, 2\]"),
         "adam": (model, torch.optim.Adam(parameters), "'0.weight' has exp_avg, which is no state of this optimizer"),
-        "sgd": (model, torch.optim.SGD(parameters, momentum=0.9), "'0.weight' lacks mass, mx, step, vx"),
+        "sgd": (model, torch.optim.SGD(parameters, momentum=0.9), "'0.weight' lacks mass, mx, sharing, square"),
         "another class": (model, evenstep.WhitenedSGD(model), "it was saved by WhitenedSGD, not by UnitStep"),
         "fewer parameters": (model[4], evenstep.UnitStep(model[4]), "size of optimizer's group: group 0 has 2, here 6"),
     }

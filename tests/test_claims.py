@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.model.claims import claim, release
+from evenstep.torch_optimizer.two_optimizers import claim, release
 
 CLASSES = [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.BlockNaturalSGD]
 

@@ -1013,7 +1013,7 @@ IN_PLACE = {  # an operation in place, and the same in a new tensor
 @pytest.mark.parametrize("change", IN_PLACE)
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_g2_is_that_of_the_output_before_operations_in_place(output, change, monkeypatch):
-    monkeypatch.setitem(evenstep.model.layers.KINDS, Turned, evenstep.model.layers.LayerKind())
+    monkeypatch.setitem(evenstep.model.known_layers.KINDS, Turned, evenstep.LayerKind())
     build, shape = OUTPUTS[output]
     layer, x = build().double(), randn(*shape)
     in_place, apart = IN_PLACE[change]
@@ -1050,7 +1050,7 @@ class Extension(nn.Linear):
 
 
 def test_g2_of_a_view_made_inside_an_autograd_function(monkeypatch):
-    monkeypatch.setitem(evenstep.model.layers.KINDS, Extension, evenstep.model.layers.LayerKind())
+    monkeypatch.setitem(evenstep.model.known_layers.KINDS, Extension, evenstep.LayerKind())
     layer, x = Extension(3, 4, bias=False).double(), randn(6, 5, 3)
     y = F.linear(x, layer.weight)
     (g,) = torch.autograd.grad(y.tanh().sum(), y)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.model import kinds, layers
+from evenstep.model import known_layers, layer_kinds
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
@@ -19,8 +19,7 @@ every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIM
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
     """Undo after each test the registrations it made."""
-    monkeypatch.setattr(layers, "KINDS", dict(layers.KINDS))
-    monkeypatch.setattr(layers, "NAMED", dict(layers.NAMED))
+    monkeypatch.setattr(known_layers, "KINDS", dict(known_layers.KINDS))
 
 
 def table(optimizer):
@@ -68,7 +67,7 @@ class PerHeadKind(evenstep.LayerKind):
 
     def look(self, module, args, kwargs, output, batch_dim):
         x = args[0].flatten(1)
-        return [kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
+        return [layer_kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
 class Apart(nn.Module):

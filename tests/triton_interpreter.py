@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
-from evenstep.model.kinds import Look
+from evenstep.model.layer_kinds import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import host
 
@@ -106,7 +106,7 @@ def forwards_are_told_apart():
     for running in (True, True, False, False):
         stage.forwards.running = running
         add_by_kernel(stage, Look(torch.randn(5, 3), 1, 5, 5))
-    assert stage._tally.tolist() == [20, 0, 20, 15]
+    assert stage.tally.tolist() == [20, 0, 20, 15]
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from .model.kinds import LayerKind
-from .model.layers import kind_of
+from .model.known_layers import kind_of
+from .model.layer_kinds import LayerKind
 from .model.survey import join, lookup
+from .options import refusal
 from .parallel.dtensor import sharded
-from .statistics.hooks import Hook, InertHook
+from .statistics.hooks import Hook
 
 LAYERS = (nn.Linear, _ConvNd)  # transposed convolutions are _ConvNd, too
 NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # by the layer's spatial dimensions
@@ -155,7 +156,7 @@ def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
     """The layers to be followed by batch norm."""
     if isinstance(skip, str):
-        raise ValueError(f"insert_batchnorm: skip must be a list of path patterns; got the string {skip!r}.")
+        raise refusal("insert_batchnorm", "skip", skip, "a list of path patterns")
     for pattern in skip:
         if not any(fnmatchcase(path, pattern) for path in layers):
             raise ValueError(f"insert_batchnorm: skip pattern '{pattern}' fits none of the layers {listed(layers)}.")
@@ -220,7 +221,7 @@ def why_unfit(layer: nn.Module, names: Mapping[int, list[str]]) -> str | None:
 def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
     """Why a module cannot be changed by itself: hooked, registered twice, tied or sharded; None if it can."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if any(not isinstance(hook, (Hook, InertHook)) for hook in hooks):  # hooks of evenstep change no output
+    if any(not isinstance(hook, Hook) for hook in hooks):  # hooks of evenstep change no output
         return "has a forward hook; remove it first"
     if len(names[id(module)]) > 1:
         return f"is shared: {listed(names[id(module)])} are one module"

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import checks
+from . import options
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .keywords import explained
 from .model.survey import Entry
+from .options import explained
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
 from .rules.unit import UnitRule
@@ -20,12 +20,6 @@ from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
 natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks can be grouped by it
-
-
-def options(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
-    """A constructor's hyperparameters, from its `locals()`: all that groups may have."""
-    apart = ("self", "params", "model", "scaler", "process_group", "__class__")
-    return {k: v for k, v in arguments.items() if k not in apart} | fixed
 
 
 @explained
@@ -54,8 +48,7 @@ class FanInSGD(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """The keywords are explained in the class."""
-        super().__init__(params, options(locals()), model, process_group)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
 
 
 @explained
@@ -86,8 +79,7 @@ class WhitenedSGD(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """The keywords are explained in the class."""
-        super().__init__(params, options(locals()), model, process_group)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
 
 
 @explained
@@ -124,9 +116,7 @@ class CanonicalSGD(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """The keywords are explained in the class."""
-        checks.one_of(type(self).__name__, "reduction", reduction, ["mean", "sum"])
-        super().__init__(params, options(locals()), model, process_group)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
         self.scaler = scaler
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
@@ -174,8 +164,7 @@ class UnitStep(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """The keywords are explained in the class."""
-        super().__init__(params, options(locals(), bias_correction=True, block="unit"), model, process_group)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
 
 
 @explained
@@ -209,9 +198,7 @@ class BlockNaturalSGD(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
-        """The keywords are explained in the class."""
-        checks.one_of(type(self).__name__, "block", block, ["network", "unit", "weight"])
-        super().__init__(params, options(locals()), model, process_group)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
 
     def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
         return natural_rule(group["block"], group["bounded"])

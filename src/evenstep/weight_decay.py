@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import checks
+from . import options
 
 NORMS = (
     nn.LayerNorm,
@@ -33,9 +33,7 @@ def decay_groups(model: nn.Module, weight_decay: float, *, exclude: Sequence[str
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"decay_groups: model must be a module; got {type(model).__name__}.")
-    checks.nonnegative("decay_groups", weight_decay=weight_decay)
-    if isinstance(exclude, str):
-        raise ValueError(f"decay_groups: exclude must be a list of name patterns; got the string {exclude!r}.")
+    options.check("decay_groups", {"weight_decay": weight_decay, "exclude": exclude})
     in_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
 
     def decays(name: str, p: Tensor) -> bool:

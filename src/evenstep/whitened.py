@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import checks
+from . import options
 from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
-from .keywords import explained
 from .model.survey import Entry
+from .options import explained
 from .rules import torch_rule as proxies
 from .rules.rule import Rule
 from .rules.torch_rule import BaseRule, TorchRule
@@ -62,11 +62,10 @@ class Whitened(CoordinateOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        """The keywords are explained in the class."""
         owner = type(self).__name__
         lr = base_kwargs.get("lr")
         if lr is not None:
-            checks.learning_rate(owner, lr)
+            options.check(owner, {"lr": lr})
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
         base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
@@ -106,11 +105,10 @@ class Whitened(CoordinateOptimizer):
     def _writer(self) -> str:
         return f"{super()._writer()}({self._base.name})"
 
-    def _known_state(self) -> tuple[set[str], set[str], bool]:
-        """The rules' own names beside ours; the shapes of torch's rules are the parameters'."""
-        known, _, _ = super()._known_state()
+    def _torch_state(self) -> tuple[set[str], bool]:
+        """What the rules keep; not all of them count steps, and old checkpoints have no others."""
         torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
-        return known | self._base.keeps | self._plain.keeps, set(), torchs
+        return (self._base.keeps | self._plain.keeps) - {"step"}, torchs
 
     @_disable_dynamo
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:

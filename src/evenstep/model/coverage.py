@@ -1,19 +1,16 @@
-"""What an optimizer reports about itself: `opt.coverage()`, `opt.fired()`, and layers whose input was not seen."""
+"""What `opt.coverage()` tells: how each parameter is treated, and why."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from .survey import Coverage, Entry, Row, join, owners, why_plain
+from .known_layers import kind_of, overrides_forward
+from .survey import Entry, join, lookup
 
 if TYPE_CHECKING:
-    from ..statistics.batch import LayerStatistics
     from ..step.block import Block
-
-    Staged = Iterable[tuple[Block, LayerStatistics | None]]
 
 UNSEEN = (
     "no input seen so far (functional calls, eval mode, cross-attention and sparse tensors show none): "
@@ -21,12 +18,40 @@ UNSEEN = (
 )
 
 
+class Row(NamedTuple):
+    """One parameter: its name, the class of its layer, its treatment, and the reason if there is something to say."""
+
+    parameter: str
+    layer: str
+    treatment: str
+    reason: str
+
+
+class Coverage(list[Row]):
+    """The rows of `opt.coverage()`; prints as a table."""
+
+    def __str__(self) -> str:
+        """Aligned columns, one line per parameter."""
+        table = [Row._fields, *self]
+        widths = [max(len(row[k]) for row in table) for k in range(len(Row._fields))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table)
+
+    def summary(self) -> str:
+        """The number of parameters with each treatment, in one line.
+
+        >>> Coverage([Row("a", "Linear", "whitened", ""), Row("b", "", "plain", "")]).summary()
+        '1 whitened, 1 plain'
+        """
+        names = list(dict.fromkeys(row.treatment for row in self))
+        return ", ".join(f"{sum(row.treatment == n for row in self)} {n}" for n in names) or "no parameters"
+
+
 def coverage_of(
     groups: list[dict[str, Any]],
-    blocks: list[Block],
+    blocks: "list[Block]",
     model: nn.Module | None = None,
     entries: Sequence[Entry] = (),
-    left_out: dict[int, str] | None = None,
+    left_out: Mapping[int, str] | None = None,
     state: Mapping[Tensor, dict[str, Any]] | None = None,
 ) -> Coverage:
     """One row per parameter of `groups`, in their order.
@@ -34,7 +59,8 @@ def coverage_of(
     `left_out` has the reasons, by id, for parameters of known layers that are in no entry. `state` is the optimizer's,
     to find layers that have moved without statistics.
     """
-    known, reasons = {} if model is None else owners(model), dict(left_out or {})
+    owners = {} if model is None else first_owners(model)
+    reasons = dict(left_out or {})
     for entry in entries:
         if unfit := entry.unfit:
             reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
@@ -43,35 +69,30 @@ def coverage_of(
     for group in groups:
         names = group.get("param_names") or [f"parameter {k}" for k in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
-            name, owner = known.get(id(p), (name, None))
-            table.append(row(name, p, of_block.get(id(p)), owner, reasons, state or {}))
+            name, owner = owners.get(id(p), (name, None))
+            block = of_block.get(id(p))
+            treatment, reason = "frozen", "requires_grad is False"
+            if block is not None and block.entry is not None:
+                blind = unseen_so_far((state or {}).get(block.weight, {}))
+                treatment, reason = "fan-in" if blind else block.treatment, why_treated(block, block.entry, blind)
+            elif block is not None:
+                treatment = block.treatment
+                reason = reasons.get(id(p)) or why_plain(owner, name.rpartition(".")[2])
+            table.append(Row(name, "" if owner is None else type(owner).__name__, treatment, reason))
     return table
 
 
-def row(
-    name: str,
-    p: Tensor,
-    block: Block | None,
-    owner: nn.Module | None,
-    left_out: dict[int, str],
-    state: Mapping[Tensor, dict[str, Any]],
-) -> Row:
-    """The row of one parameter. `block` is None if it does not train, `owner` if it belongs to no attached model."""
-    layer = "" if owner is None else type(owner).__name__
-    if block is None:
-        return Row(name, layer, "frozen", "requires_grad is False")
-    if block.entry is not None:
-        blind = unseen_so_far(state.get(block.weight, {}))
-        return Row(name, layer, "fan-in" if blind else block.treatment, why_treated(block, blind))
-    if owner is None:
-        return Row(name, layer, block.treatment, "no model is attached that has it")
-    return Row(name, layer, block.treatment, left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2]))
+def first_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """For each parameter, by id, its first name and the module that has it under that name."""
+    first: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            first.setdefault(id(p), (join(path, name), module))
+    return first
 
 
-def why_treated(block: Block, blind: bool) -> str:
+def why_treated(block: "Block", entry: Entry, blind: bool) -> str:
     """What is special about a layer's treatment; empty if nothing. `blind`: it moved, and no input was ever seen."""
-    entry = block.entry
-    assert entry is not None
     reasons = []
     if block.alone:
         reasons.append("moves without its weight")
@@ -91,42 +112,25 @@ def why_treated(block: Block, blind: bool) -> str:
     return "; ".join(reasons)
 
 
-def unseen_so_far(state: dict[str, Any]) -> bool:
+def unseen_so_far(state: Mapping[str, Any]) -> bool:
     """Whether a layer has moved though none of its inputs was ever seen: in fan-in coordinates (reads the device)."""
     mass, step = state.get("mass"), state.get("step")
     return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
 
 
-def guard_rates(staged: Staged) -> dict[str, tuple[float, float]]:
-    """How often each guard fired since the start, by `layer_name`: share of inputs raised, of units held back."""
-    shares: dict[str, tuple[float, float]] = {}
-    for block, stage in staged:
-        if stage is not None and block.entry is not None and not block.alone:
-            raised, held, steps = stage.fired.tolist()
-            inputs, units = max(1, steps * stage.inputs), max(1, steps * block.units)
-            shares[layer_name(block.entry)] = (raised / inputs, held / units)
-    return shares
-
-
-def layer_name(entry: Entry) -> str:
-    """The name of a layer, or of its weight where a layer has several weights, as an attention has."""
-    return entry.path if len(entry.kind.slots(entry.module)) == 1 else join(entry.path, entry.slot.weight)
-
-
-def missing_statistics(staged: Staged, wait: bool) -> str | None:
-    """A warning about the first layer that has a gradient but no statistics of this step; None if there is none.
-
-    Statistics on another device are only read if `wait` allows the host to wait for them.
-    """
-    for block, stage in staged:
-        entry = block.entry
-        if stage is None or entry is None or not block.weight.requires_grad:
-            continue
-        readable = stage.device.type == "cpu" or (wait and stage.device.type != "meta")
-        if readable and not stage.applied:
-            return (
-                f"layer '{entry.path}' ({type(entry.module).__name__}) has a gradient but saw no input since the last "
-                "step (compiled without its hooks? then torch._dynamo.reset() helps; eval mode? a functional call?); "
-                "using its last moments, or fan-in coordinates if it has none."
-            )
-    return None
+def why_plain(owner: nn.Module | None, name: str) -> str:
+    """Why the parameter `name` of `owner`, which is in no entry, is plain."""
+    if owner is None:
+        return "no model is attached that has it"
+    cls = type(owner)
+    if isinstance(owner, ParametrizationList):
+        return "its layer's weight is computed from it"
+    if overrides_forward(owner):
+        known = getattr(nn, cls.__name__, cls) is cls  # torch.nn may have another class of that name
+        return f"{cls.__name__ if known else f'{cls.__module__}.{cls.__name__}'} has a forward of its own"
+    kind = kind_of(owner)
+    if kind is None:
+        return f"no whitened form for {cls.__name__}"
+    if any(lookup(owner, slot.weight) is None for slot in kind.slots(owner)):
+        return f"its layer's weight is computed{'' if name.endswith('bias') else ' from it'}"
+    return "not the bias of one layer alone"

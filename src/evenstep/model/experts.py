@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kinds import LayerKind, Look, Slot
+from .layer_kinds import LayerKind, Look, Slot
 
 INDICES = ("top_k_index", "router_indices")  # what Transformers calls the experts chosen for each token
 

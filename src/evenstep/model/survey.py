@@ -1,44 +1,14 @@
-"""Which parameter of a model belongs to which layer: the survey behind `opt.coverage()`."""
+"""Which parameters of a model belong to which layer: its weights, each with every place that uses it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from ..parallel import dtensor as shards
-from .kinds import LayerKind, Slot
-from .layers import batch_second, check_layout, kind_of, overrides_forward
-
-
-class Row(NamedTuple):
-    """One parameter: its name, the class of its layer, its treatment, and the reason if there is something to say."""
-
-    parameter: str
-    layer: str
-    treatment: str
-    reason: str
-
-
-class Coverage(list[Row]):
-    """The rows of `opt.coverage()`; prints as a table."""
-
-    def __str__(self) -> str:
-        """Aligned columns, one line per parameter."""
-        table = [Row._fields, *self]
-        widths = [max(len(row[k]) for row in table) for k in range(len(Row._fields))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table)
-
-    def summary(self) -> str:
-        """The number of parameters with each treatment, in one line.
-
-        >>> Coverage([Row("a", "Linear", "whitened", ""), Row("b", "", "plain", "")]).summary()
-        '1 whitened, 1 plain'
-        """
-        names = list(dict.fromkeys(row.treatment for row in self))
-        return ", ".join(f"{sum(row.treatment == n for row in self)} {n}" for n in names) or "no parameters"
+from .known_layers import batch_second, check_layout, kind_of
+from .layer_kinds import LayerKind, Slot
 
 
 @dataclass(eq=False)
@@ -59,6 +29,11 @@ class Entry:
     def name(self) -> str:
         """The name of the weight at its first place; unique in the model."""
         return f"{self.path}.{self.slot.weight}"
+
+    @property
+    def label(self) -> str:
+        """The path of the layer, or the name of its weight where a layer has several, as an attention has."""
+        return self.path if len(self.kind.slots(self.module)) == 1 else join(self.path, self.slot.weight)
 
     @property
     def module(self) -> nn.Module:
@@ -183,36 +158,3 @@ def join(path: str, name: str) -> str:
     ('weight', 'conv.weight')
     """
     return f"{path}.{name}" if path else name
-
-
-def owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """For each parameter, by id, its first name and the module that has it under that name."""
-    first: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                first.setdefault(id(parameter), (join(path, name), module))
-    return first
-
-
-def why_plain(owner: nn.Module, name: str) -> str:
-    """Why the parameter `name` of `owner`, which is in no entry, is plain."""
-    if isinstance(owner, ParametrizationList):
-        return "its layer's weight is computed from it"
-    if overrides_forward(owner):
-        return f"{described(type(owner))} has a forward of its own"
-    kind = kind_of(owner)
-    if kind is None:
-        return f"no whitened form for {type(owner).__name__}"
-    if any(lookup(owner, slot.weight) is None for slot in kind.slots(owner)):
-        return f"its layer's weight is computed{'' if name.endswith('bias') else ' from it'}"
-    return "not the bias of one layer alone"
-
-
-def described(cls: type[nn.Module]) -> str:
-    """The name of a class, with its module if torch.nn has another class of that name.
-
-    >>> described(nn.Linear)
-    'Linear'
-    """
-    return f"{cls.__module__}.{cls.__name__}" if getattr(nn, cls.__name__, cls) is not cls else cls.__name__

@@ -3,8 +3,11 @@
 They only add; a step averages. Their tensors are not buffers of a module, which DDP would broadcast.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,30 +15,30 @@ from torch import Tensor
 from .. import foreach
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
-from ..model.kinds import Look
+from ..model.layer_kinds import Look
 
-PENDING_LIMIT = 2**18  # a pending call with more numbers than this is summed at once
 graph_task_id = torch._C._current_graph_task_id
 
 
-class CallPlan(NamedTuple):
-    """How to add calls with tensors of one shape and layout."""
+@dataclass
+class CallPlan:
+    """How to add calls with tensors of one shape and layout, of which at most `limit` rows are read."""
 
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
-    row_dims: list[int]  # all dimensions but that of the inputs
-    trailing: int  # how many of them come after it
-    launches: dict[Any, Any]  # of the kernel, by device, dtype and alignment
+    launches: dict[Any, Any] = field(default_factory=dict)  # of the kernel, by device, dtype and alignment
+
+    @cached_property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """What the tally grows by: at the first call in a forward pass, and at later ones."""
+        look, rows = self.look, 0 if self.rows is None else self.rows.rows
+        first = torch.tensor([rows, look.zeros, look.applied, look.examples])
+        return first, first * torch.tensor([1, 1, 1, 0])
 
 
-def plan_call(x: Tensor | None, look: Look, limit: int | None = None) -> CallPlan:
-    """The plan for calls with tensors like `x`, of which at most `limit` rows are read."""
-    look = look._replace(x=None)
-    if x is None:
-        return CallPlan(look, None, [], 0, {})
-    dim = look.dim % x.dim()
-    row_dims = [d for d in range(x.dim()) if d != dim]
-    return CallPlan(look, lattice(x.detach(), dim, limit), row_dims, x.dim() - 1 - dim, {})
+def plan_call(x: Tensor | None, look: Look, limit: int | None) -> CallPlan:
+    """The plan for calls with tensors like `x`."""
+    return CallPlan(look._replace(x=None), None if x is None else lattice(x.detach(), look.dim % x.dim(), limit))
 
 
 class ForwardState:
@@ -57,8 +60,9 @@ class ForwardState:
 
     def clocks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The clock on a device, and the tensor that calls outside of forward passes read there."""
-        for clocks in (self.clocks, self.outside):
-            clocks.setdefault(device, torch.full((), torch.nan, device=device))
+        if device not in self.clocks:
+            self.clocks[device] = torch.zeros((), device=device)
+            self.outside[device] = torch.full((), torch.nan, device=device)
         return self.clocks[device], self.outside[device]
 
     def contain_this_call(self) -> bool:
@@ -68,50 +72,6 @@ class ForwardState:
     def clear(self) -> None:
         """Start over after a step."""
         self.running = self.started = self.saw_rows = self.saw_empty = False
-
-
-class PendingCalls:
-    """Calls on the CPU that are not in a layer's tensors yet: their sums, the deviations of the newest, their counts.
-
-    Between two layers of a network a tensor operation costs more than its arithmetic. So a call takes one subtraction,
-    and its sums are left to the next call or to the step.
-    """
-
-    __slots__ = ("counts", "newest", "total")
-
-    def __init__(self) -> None:
-        """No calls."""
-        self.newest: tuple[Tensor, list[int]] | None = None
-        self.total: tuple[Tensor, Tensor] | None = None
-        self.counts: list[float] = [0, 0, 0, 0]
-
-    def add(self, deviation: Tensor, row_dims: list[int]) -> None:
-        """Add x − c of one more call."""
-        if self.newest is not None:
-            self.sums()
-        self.newest = deviation, row_dims
-        if deviation.numel() > PENDING_LIMIT:
-            self.sums()
-
-    def sums(self) -> tuple[Tensor, Tensor] | None:
-        """Σ(x − c) and Σ(x − c)² of all calls; None if no call had an input."""
-        if self.newest is not None:
-            found, self.newest = sum_deviation(*self.newest), None
-            if self.total is None:
-                self.total = found
-            else:
-                torch._foreach_add_(self.total, found)
-        return self.total
-
-
-def sum_deviation(
-    deviation: Tensor, row_dims: list[int], out: tuple[Tensor | None, Tensor | None] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """Σ(x − c) and Σ(x − c)² over rows; overwrites `deviation`."""
-    if not row_dims:
-        deviation, row_dims = deviation.unsqueeze(0), [0]
-    first = torch.sum(deviation, row_dims, out=out[0])
-    return first, torch.sum(deviation.mul_(deviation), row_dims, out=out[1])
 
 
 class LayerStatistics:
@@ -126,9 +86,7 @@ class LayerStatistics:
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
 
-    A GPU kernel adds calls to these tensors. On the CPU calls are pending until somebody reads the sums; while the
-    versions of the tensors are `zero_at`, which compiled code changes, too, the host knows them to be zero. Code that
-    is compiled for the CPU, and inputs that the kernel does not take, use plain operations.
+    A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
     def __init__(
@@ -145,42 +103,33 @@ class LayerStatistics:
         dtype, device = accumulation_dtype(like.dtype), like.device
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.forwards = forwards or ForwardState()
-        self._slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
-        self._tally = torch.zeros(4, dtype=dtype, device=device)
+        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
+        self.tally = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
-        self.centre_is_mean = False  # whether the host knows that the centre is a running mean
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
-        self.seen = torch.zeros((), device=device)
-        self.seen_at = 0  # version of the clock at the last eager call on the CPU
-        self.pending: PendingCalls | None = None
+        self.seen = torch.full((), torch.nan, device=device)
         self.fired, self.last = torch.zeros(2, 3, dtype=torch.float32, device=device)
-        self._use_device()
-
-    def _use_device(self) -> None:
-        """Rebuild what depends on the device."""
-        self._clock, self._outside = self.forwards.clocks_on(self.device)
-        self._centres: dict[int, Tensor] = {}  # views of the centre with so many dimensions behind the inputs
-        self.zero_at = -1, -1
+        self._clock, self._outside = self.forwards.clocks_on(device)
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         if self.device != device:
-            whole, self._tally = self.slots.sum(0), self.tally.to(device)
-            self._slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
-            self._slots[0] = whole
-            for name in ("_slots", "centre", "g2", "seen", "fired", "last"):
+            whole = self.slots.sum(0)
+            self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
+            self.slots[0] = whole
+            for name in ("slots", "tally", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
-            self._use_device()
+            self._clock, self._outside = self.forwards.clocks_on(device)
 
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
-        return self._tally.device
+        return self.tally.device
 
     @property
     def slot_count(self) -> int:
         """The number of slots."""
-        return len(self._slots)
+        return len(self.slots)
 
     @property
     def clock(self) -> Tensor:
@@ -190,26 +139,9 @@ class LayerStatistics:
     # reading
 
     @property
-    def slots(self) -> Tensor:
-        """Σ(x − c) and Σ(x − c)², in slots."""
-        self.flush()
-        return self._slots
-
-    @property
-    def tally(self) -> Tensor:
-        """The numbers of rows, rows of zeros, uses of the weight, and examples."""
-        self.flush()
-        return self._tally
-
-    @property
     def rows(self) -> Tensor:
         """The number of rows of inputs."""
         return self.tally[0]
-
-    @property
-    def zeros(self) -> Tensor:
-        """The number of rows of zeros that the layer has inserted."""
-        return self.tally[1]
 
     @property
     def applied(self) -> Tensor:
@@ -225,32 +157,12 @@ class LayerStatistics:
         """The sums of all rows, with the zeros that the layer inserts."""
         first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
         sums = Sums(self.rows, first, second)
-        return add_zeros(sums, self.zeros, self.centre) if self.stuffed else sums
-
-    def write_sums(self, first: Tensor, second: Tensor) -> None:
-        """Write Σ(x − c) and Σ(x − c)² to tensors on the CPU."""
-        pending = self.pending if self._is_zero() else None
-        if pending is not None and pending.newest is not None and pending.total is None:
-            pending.total, pending.newest = sum_deviation(*pending.newest, (first, second)), None
-            return
-        sums = None if pending is None else pending.sums()
-        torch._foreach_copy_([first, second], self.slots[0].unbind() if sums is None else sums)
+        return add_zeros(sums, self.tally[1], self.centre) if self.stuffed else sums
 
     def counts(self) -> list[float]:
-        """The tally as numbers, on the CPU."""
-        return self.pending.counts if self.pending is not None and self._is_zero() else self.tally.tolist()
-
-    def _is_zero(self) -> bool:
-        """Whether the host knows the tensors to be zero; compiled code cannot ask (torch 2.11)."""
-        return not torch.compiler.is_compiling() and self.zero_at == (self._slots._version, self._tally._version)
-
-    def flush(self) -> None:
-        """Add pending calls to the tensors."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            if (sums := pending.sums()) is not None:
-                torch._foreach_add_(self._slots[0].unbind(), sums)
-            self._tally.add_(self._tally.new_tensor(pending.counts))
+        """The tally as numbers (reads the device)."""
+        found: list[float] = self.tally.tolist()
+        return found
 
     # adding
 
@@ -258,11 +170,10 @@ class LayerStatistics:
         """Add one call."""
         x = None if look.x is None or not self.inputs else look.x.detach()
         if not torch.compiler.is_compiling():
-            x = None if x is None else thinned(x, look.dim, self.limit)
-            return self.add_planned_call(x, plan_call(x, look))
+            return self.add_planned_call(x, plan_call(x, look, self.limit))
         if x is not None:
             self.to(x.device)
-            tensors = self._slots, self.centre, self._tally, self.seen, self.clock
+            tensors = self.slots, self.centre, self.tally, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
                 return None
             x = thinned(x, look.dim, self.limit)
@@ -273,38 +184,19 @@ class LayerStatistics:
         if x is not None and plan.rows is not None:
             self.to(x.device)
             x = plan.rows.of(x.detach())
-        if self._tally.is_cpu:
-            self._add_pending(x, plan)
+        if self.tally.is_cpu:
+            self._add_on_cpu(x, plan)
         elif x is None or not moments_kernel.add(x, plan.look, self, plan.launches):
             self._add(x, plan.look)
 
-    def _add_pending(self, x: Tensor | None, plan: CallPlan) -> None:
-        """Add a call on the CPU to the pending ones."""
-        pending = self.pending = self.pending or PendingCalls()
-        look, counts = plan.look, pending.counts
-        if x is not None and plan.rows is not None:
-            if not self.centre_is_mean:
-                self._centre_on(x, look.dim)
-            centre = self._centres.get(plan.trailing)
-            if centre is None:
-                centre = self._centres[plan.trailing] = self.centre.view(-1, *[1] * plan.trailing)
-            pending.add((x if x.dtype == centre.dtype else x.to(centre.dtype)) - centre, plan.row_dims)
-            counts[0] += plan.rows.rows
-        counts[1] += look.zeros
-        counts[2] += look.applied
-        if self._is_first_call():
-            counts[3] += look.examples
-
-    def _is_first_call(self) -> bool:
-        """Whether this eager call is the layer's first in a forward pass."""
+    def _add_on_cpu(self, x: Tensor | None, plan: CallPlan) -> None:
+        """As `_add`, by few operations: between two layers each takes longer than its arithmetic."""
         clock = self.clock
-        now = clock._version  # 0 outside of forward passes
-        first = not now or now != self.seen_at
-        if self.seen._version:  # there are compiled calls, which read and write the tensors
-            first = clock.item() != self.seen.item()
-            self.seen.copy_(clock)
-        self.seen_at = now
-        return first
+        first, later = plan.counts
+        self.tally.add_(first if clock.item() != self.seen.item() else later)
+        self.seen.copy_(clock)
+        if x is not None:
+            self._add_sums(x, plan.look.dim, centred=not self.inputs or not math.isnan(self.centre[0].item()))
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -313,7 +205,7 @@ class LayerStatistics:
         multiples of 16 bytes, which kept views may not be.
         """
         rows = 0 if x is None else x.numel() // x.shape[look.dim]
-        *tally, examples = self._tally.unbind()
+        *tally, examples = self.tally.unbind()
         for total, count in zip(tally, (rows, look.zeros, look.applied), strict=True):
             if count:
                 total.add_(count)
@@ -321,41 +213,19 @@ class LayerStatistics:
         examples.add_(self.seen != clock, alpha=look.examples)
         self.seen.copy_(clock)
         if x is not None:
-            self._centre_on(x, look.dim)
-            for total, found in zip(self._slots[0].unbind(), sum_about(x, self.centre, look.dim), strict=True):
-                total.add_(found)
+            self._add_sums(x, look.dim)
 
-    def _centre_on(self, x: Tensor, inputs: int) -> None:
-        """Make the first row the centre if there is none."""
-        if torch.compiler.is_compiling() or not self.centre_is_mean:
+    def _add_sums(self, x: Tensor, inputs: int, centred: bool = False) -> None:
+        """Add the sums about the centre, which is the first row if there is none yet."""
+        if not centred:
             row = x
-            for dim in reversed(range(x.dim())):
-                row = row if dim == inputs else row.select(dim, 0)
+            for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
+                row = row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-
-    # the step
-
-    def count_guards(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
-        """Count what the guards did in a step: inputs raised, units held back; and note its largest relative step."""
-        self.last.copy_(torch.stack([raised.float(), held.float(), largest.float()]))
-        self.fired.add_(torch.stack([self.last[0], self.last[1], torch.ones_like(self.last[2])]))
-
-    def drop(self) -> list[Tensor]:
-        """Drop pending calls; returns the tensors to be set to zero for the next step."""
-        self.pending = None
-        found = [self.g2] if self.units else []
-        if not (self._tally.is_cpu and self._is_zero()):
-            found += [self._slots, self._tally]
-        return found
-
-    def mark_zero(self) -> None:
-        """Note that the tensors are zero now."""
-        if not torch.compiler.is_compiling():
-            self.zero_at = self._slots._version, self._tally._version
+        for total, found in zip(self.slots[0].unbind(), sum_about(x, self.centre, inputs), strict=True):
+            total.add_(found)
 
 
 def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor]) -> None:
     """Sum the next batch about these centres: running means, or NaN for its first row."""
     foreach.copy_([layer.centre for layer in layers], centres)
-    for layer in layers:
-        layer.centre_is_mean = False

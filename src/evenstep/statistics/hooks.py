@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import foreach
+from ..coordinates.coordinates import Statistics
 from ..math.moments import sum_about
-from ..model.kinds import BY_SHAPE, LayerKind, first_input, rows_of
+from ..model.layer_kinds import BY_SHAPE, LayerKind, first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
 from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
@@ -34,7 +35,7 @@ class SquaredGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, total: Tensor, dim: int) -> Tensor:
-        """A copy, since autograd forbids operations in place on the output itself. Compilers need not make it."""
+        """A copy, since autograd forbids operations in place on the output itself; compilers need not make it."""
         ctx.save_for_backward(total)
         ctx.dim = dim
         return output.clone()
@@ -47,51 +48,27 @@ class SquaredGradient(torch.autograd.Function):
         return grad, None, None
 
 
-def hookable(output: Tensor, dim: int) -> Tensor | None:
-    """A tensor whose hook gets the gradient of `output`, units along `dim`, also after operations in place on `output`.
+class Hook:
+    """A hook that does nothing, as copied and pickled models have them. The hooks below are copied to such ones."""
 
-    An operation in place on a view removes the view's node from the graph, with its hooks, and puts its own node behind
-    the base. So the hook goes to the base if that has the same elements in the same order; otherwise there is none.
-    """
-    base = output._base
-    if base is None or type(output) is not Tensor or output.is_nested:
-        return output
-    if not base.requires_grad:  # a view made inside an autograd function, which must not be changed in place
-        return output
-    same = base.numel() == output.numel() and base.shape[dim:] == output.shape[dim:]
-    return base if same and base.is_contiguous() and output.is_contiguous() else None
-
-
-class InertHook:
-    """What a hook becomes in a copy of the model: it does nothing."""
-
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         """Do nothing."""
 
-
-class Hook:
-    """A hook on a model, inert in copies of it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        """In a copied model it does nothing."""
-        return InertHook()
-
-    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
-        """In a pickled model it does nothing."""
-        return InertHook, ()
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+        """What copies and pickles make of it."""
+        return Hook, ()
 
 
 class LayerHook(Hook):
     """The forward hook of one module: adds its calls to the statistics of its weights."""
 
     def __init__(
-        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, inputs: bool, gradients: bool
+        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, needs: Statistics
     ) -> None:
         """`layers` has one place per slot of the kind, None for a slot that is not trained."""
         self.kind, self.layers, self.batch_dim = kind, layers, batch_dim
-        self.inputs, self.gradients = inputs, gradients
         self.plans: dict[Any, CallPlan] = {}
-        self.planned = inputs and not gradients and type(kind) in BY_SHAPE  # calls of one shape are alike
+        self.planned = needs == Statistics.INPUTS and type(kind) in BY_SHAPE  # calls of one shape are alike
         self.forwards = next(layer.forwards for layer in layers if layer is not None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -115,7 +92,7 @@ class LayerHook(Hook):
                     self.forwards.saw_rows |= look.applied > 0
                     self.forwards.saw_empty |= look.applied == 0
                 if look.applied:
-                    layer.add_call(look._replace(x=shards.visible(look.x, look.dim) if self.inputs else None))
+                    layer.add_call(look._replace(x=shards.visible(look.x, look.dim)))
         return self._hook_gradient(output)
 
     def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
@@ -141,10 +118,10 @@ class LayerHook(Hook):
         """Have the backward pass add g², for canonical constants; returns the output to use instead, or None.
 
         A full backward hook would forbid activations in place, so this is a hook on a tensor. Compilers do not take
-        those, or not well (torch 2.9, 2.11), and some views have no tensor to hook: they get an autograd function.
+        those, or not well (torch 2.9, 2.11): compiled code gets an autograd function.
         """
         layer = self.layers[0]
-        if not self.gradients or layer is None or not layer.units or not output.requires_grad:
+        if layer is None or not layer.units or not output.requires_grad:
             return None
         dim = self.kind.units_dim(output) - output.dim()
         if output.size(dim) != layer.units or shards.sharded(output):
@@ -152,41 +129,35 @@ class LayerHook(Hook):
                 f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {layer.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
             )
-        hooked: Any = None if torch.compiler.is_compiling() else hookable(output, dim)
-        if hooked is None:
+        if torch.compiler.is_compiling():
             return SquaredGradient.apply(output, layer.g2, dim)  # type: ignore[no-untyped-call]
-        hooked.register_hook(lambda grad: add_square(layer.g2, grad, dim))
-        return None
+        if output._base is not None:  # an operation in place on a view would remove its hooks
+            output = output.clone()
+        output.register_hook(lambda grad: add_square(layer.g2, grad, dim))
+        return output
 
 
 class ForwardStart(Hook):
     """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples."""
 
     def __init__(self, forwards: ForwardState) -> None:
-        """Advances the clocks of `forwards`."""
-        self.forwards, self.ticks = forwards, 0
+        self.forwards = forwards
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Advance the clocks, if the model trains."""
         eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
-        if eager:
-            self.ticks = (self.ticks + 1) % 2**20
         self.forwards.running = self.forwards.started = True
         for clock in self.forwards.clocks.values():
-            if eager and clock.is_cpu:
-                clock.fill_(self.ticks + 0.5)  # compiled code counts in whole numbers
-            else:
-                with torch.no_grad():
-                    clock.copy_(clock.nan_to_num().floor().add(1).remainder(2**20))
+            with torch.no_grad():
+                clock.copy_((clock + 1).remainder(2**20))
 
 
 class ForwardEnd(Hook):
     """The model's forward hook: its forward pass is over."""
 
     def __init__(self, forwards: ForwardState) -> None:
-        """Stops `forwards`."""
         self.forwards = forwards
 
     def __call__(self, *args: Any) -> None:
@@ -199,33 +170,23 @@ class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        entries: Iterable[Entry],
-        *,
-        inputs: bool,
-        gradients: bool,
-        rows: Callable[[Entry], int | None] = lambda entry: None,
+        self, model: nn.Module, entries: Iterable[Entry], needs: Statistics, rows: Callable[[Entry], int | None]
     ) -> None:
-        """For `entries`: moments of their inputs, squared gradients, or counts alone; `attach` registers the hooks.
-
-        At most `rows(entry)` rows of a call are read.
-        """
-        self.model, self.inputs, self.gradients, self.forwards = model, inputs, gradients, ForwardState()
-        self.entries = list(entries)
-        self.layers = {entry.name: self._layer(entry, rows(entry)) for entry in self.entries}
+        """For `entries`, whatever the coordinates need; at most `rows(entry)` rows of a call are read."""
+        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), list(entries)
+        self.layers: dict[str, LayerStatistics] = {}
+        for entry in self.entries:
+            groups, units, inputs, _ = entry.shape
+            gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
+            self.layers[entry.name] = LayerStatistics(
+                groups * inputs if needs >= Statistics.INPUTS else 0,
+                groups * units if gradients else 0,
+                entry.weight,
+                stuffed=entry.kind.stuffed,
+                limit=rows(entry),
+                forwards=self.forwards,
+            )
         self._handles: list[RemovableHandle] = []
-
-    def _layer(self, entry: Entry, limit: int | None) -> LayerStatistics:
-        groups, units, inputs, _ = entry.shape
-        return LayerStatistics(
-            groups * inputs,
-            groups * units if self.gradients and entry.slot.output_visible else 0,
-            entry.weight,
-            stuffed=entry.kind.stuffed,
-            limit=limit,
-            forwards=self.forwards,
-        )
 
     def items(self) -> list[tuple[Entry, LayerStatistics]]:
         """The entries with their statistics."""
@@ -241,7 +202,7 @@ class ModelStatistics:
             kind, batch_dim = (first := next(iter(found.values()))).kind, first.batch_dim
             entries = [found.get(slot.weight) for slot in kind.slots(module)]
             layers = [None if entry is None else self.layers[entry.name] for entry in entries]
-            hook = LayerHook(kind, layers, batch_dim, self.inputs, self.gradients)
+            hook = LayerHook(kind, layers, batch_dim, self.needs)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         if self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
@@ -265,18 +226,10 @@ class ModelStatistics:
         for layer in self.layers.values():
             layer.g2.div_(scale.to(layer.g2.device) ** 2)
 
-    def flush(self) -> None:
-        """Add pending calls to the tensors of all layers."""
-        for layer in self.layers.values():
-            layer.flush()
-
     def clear(self) -> None:
         """Start over after a step."""
-        used = [t for layer in self.layers.values() for t in layer.drop()]
-        if used:
-            foreach.zero_(used)
-            for layer in self.layers.values():
-                layer.mark_zero()
+        layers = self.layers.values()
+        foreach.zero_([t for layer in layers for t in (layer.slots, layer.tally, layer.g2)])
         self.forwards.clear()
 
 

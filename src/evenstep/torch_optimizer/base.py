@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import checks
+from .. import options
 from ..coordinates.coordinates import Coordinates, Statistics
 from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
-from ..model.claims import claim, release
-from ..model.coverage import coverage_of, guard_rates
-from ..model.survey import Coverage, Entry, survey
+from ..model.coverage import Coverage, coverage_of
+from ..model.survey import Entry, survey
 from ..parallel import reduce as distributed
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics, recentre
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
-from .motion import exchange, named, restore
+from .param_groups import follow_model, named, parameters_of, refuse_unsupported
+from .two_optimizers import claim, release
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
@@ -42,9 +42,9 @@ class ModelOptimizer(Optimizer):
         self._detached()
         self.process_group = distributed.checked(self._owner, process_group)
         whole = isinstance(params, nn.Module)
-        params, model = checks.parameters_of(self._owner, params, model)
+        params, model = parameters_of(self._owner, params, model)
         self._whole = whole
-        checks.hyperparameters(self._owner, defaults)
+        options.check(self._owner, defaults)
         super().__init__(params, defaults)
         if model is not None:
             self.attach(model)
@@ -93,12 +93,12 @@ class ModelOptimizer(Optimizer):
             model = None if self._statistics is None else self._statistics.model
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
-        checks.hyperparameters(self._owner, full)
+        options.check(self._owner, full)
         if "plain_lr" in full:  # of this lr, so that schedules and groups' own lr move it too
             own = "plain_lr" in param_group or not self.defaults["lr"]
             param_group.setdefault("plain_at", float(full["lr"] if own else self.defaults["lr"]))
         super().add_param_group(param_group)
-        checks.supported(self._owner, self.param_groups[-1]["params"])
+        refuse_unsupported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
         if self._statistics is not None and self._watching:
             self.attach(self._statistics.model)
@@ -128,8 +128,7 @@ class ModelOptimizer(Optimizer):
         self._statistics = ModelStatistics(
             model,
             trained,
-            inputs=self.needs >= Statistics.INPUTS,
-            gradients=self.needs >= Statistics.GRADIENTS,
+            self.needs,
             rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
@@ -163,7 +162,7 @@ class ModelOptimizer(Optimizer):
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         model = self._statistics.model
         if self._whole:
-            exchange(self.param_groups, model, self._members)
+            follow_model(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
             for p in [p for p in self.state if id(p) not in kept]:
                 del self.state[p]
@@ -208,9 +207,9 @@ class ModelOptimizer(Optimizer):
     def _with_statistics(self, blocks: list[Block]) -> list[tuple[Block, LayerStatistics | None]]:
         return [(block, self._layer_statistics(block)) for block in blocks]
 
-    def _blocks(self, trains: Callable[[Tensor], bool]) -> list[Block]:
+    def _blocks(self, trains: Callable[[Tensor], bool], groups: list[Group] | None = None) -> list[Block]:
         entries = [] if self._statistics is None else self._statistics.entries
-        return gather(self.param_groups, entries, self._choose, trains)
+        return gather(groups or self.param_groups, entries, self._choose, trains)
 
     # what it tells
 
@@ -231,7 +230,13 @@ class ModelOptimizer(Optimizer):
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
-        return guard_rates(self._with_statistics(self._blocks(lambda p: p.requires_grad)))
+        shares: dict[str, tuple[float, float]] = {}
+        for block, layer in self._with_statistics(self._blocks(lambda p: p.requires_grad)):
+            if layer is not None and block.entry is not None and not block.alone:
+                raised, held, steps = layer.fired.tolist()
+                inputs, units = max(1, steps * layer.inputs), max(1, steps * block.units)
+                shares[block.entry.label] = (raised / inputs, held / units)
+        return shares
 
     @property
     def nonfinite_steps(self) -> int:
@@ -258,22 +263,25 @@ class ModelOptimizer(Optimizer):
         """The evenstep class that a checkpoint belongs to, for subclasses, too."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
-    def _known_state(self) -> tuple[set[str], set[str], bool]:
-        """Names that state may have, names it must have, and whether further names are those of a rule of torch's."""
-        return set(checkpoints.OWN), {"step"}, False
+    def _torch_state(self) -> tuple[set[str], bool]:
+        """Names of state beside the fields of coordinates and rule, and whether all state has a torch rule's shapes."""
+        return {"step"}, False
 
     def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
         """Refuse a state_dict that does not fit, before anything is changed."""
         problems = [] if mark is None else checkpoints.mark_problems(mark, self._writer())
         problems = problems or checkpoints.structure_problems(state_dict, self.param_groups)
         if not problems:
-            known, required, torch_rule = self._known_state()
-            expected: dict[Tensor, checkpoints.Expected] = {}
-            for block in self._blocks(lambda p: True):
-                expected |= checkpoints.expected_of(block, self._layer_statistics(block), required, torch_rule)
-            problems = checkpoints.group_problems(self._owner, state_dict["param_groups"], self.defaults)
-            names = known if mark is None else None
-            problems += checkpoints.all_state_problems(state_dict, self.param_groups, expected, names)
+            pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
+            groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
+            names, torchs = self._torch_state()
+            problems = checkpoints.group_problems(self._owner, groups)
+            if not problems:  # state is what it would be with the saved options
+                expected: dict[Tensor, checkpoints.Expected] = {}
+                for block in self._blocks(lambda p: True, groups):
+                    expected |= checkpoints.expected_of(block, self._layer_statistics(block), torchs)
+                known = names if mark is None else None
+                problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
         checkpoints.refuse(self._owner, problems)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -301,7 +309,7 @@ class ModelOptimizer(Optimizer):
             handle.remove()
         ids = [k for group in final["param_groups"] for k in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        restore(self.state, params, [final["state"].get(k, {}) for k in ids], live)
+        checkpoints.restore(self.state, params, [final["state"].get(k, {}) for k in ids], live)
         self._complete = False
         self._recentre()
 

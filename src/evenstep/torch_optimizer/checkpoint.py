@@ -1,4 +1,4 @@
-"""Checkpoints: the mark that a state_dict carries, and the checks it must pass before any of it is loaded.
+"""Checkpoints: the mark that a state_dict carries, the checks it must pass before any of it is loaded, and loading.
 
 The mark is an attribute, like the `_metadata` of a module's state_dict: the format, and the class that wrote it. A
 plain dict has none, nor has one that a framework took apart; the names of its state are checked instead.
@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..parallel import dtensor as shards
+from .. import options
+from ..coordinates.canonical import Canonical
+from ..coordinates.coordinates import Field
+from ..parallel import dtensor
+from ..rules.unit import UnitRule
 from ..statistics.batch import LayerStatistics
 from ..step.block import Block
+from ..step.state import fields_of, shape_of
 
 FORMAT = 2  # 0: no mark, no step counts under rules that keep none. 1: checksums; UnitStep was called EvenStep
-MOMENTS = ("mx", "vx", "mass")
-COMPLETE = (MOMENTS, ("square", "square_mass"))  # each of these comes whole or not at all
-WIDE = frozenset({*MOMENTS, "sharing", "mg2", "square", "square_mass"})  # float32 or float64, never less
-OWN = WIDE | {"step", "momentum_buffer"}  # names that mean the same under every rule
-NONNEGATIVE = (WIDE - {"mx"}) | {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg"}
+# fields that mean the same under every rule, and those of torch's rules that are never negative
+OWN = {**Canonical.state, **UnitRule().state(momentum=0.0), "step": Field("count", nonnegative=True)}
+TORCHS_NONNEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 NUMBERS = ("step", "mu_product")  # Python numbers in older versions of torch
 LISTED = 8  # problems named in one error
 
@@ -56,35 +58,29 @@ def mark_problems(mark: Mapping[str, Any], writer: str) -> list[str]:
 class Expected(NamedTuple):
     """What the state of one parameter must be.
 
-    `shapes` by name, "*" for names of a torch rule; `required` names; `rule_dtype` is the dtype of what a torch rule
-    keeps, None if the rule is not torch's, so that only names in `OWN` can be checked.
+    `fields` by name, with the shapes allowed. What a torch rule keeps has one of `rule_shapes`, and `rule_dtype`: None
+    if the rule is not torch's, so that only our own fields can be checked.
     """
 
-    shapes: dict[str, Shapes]
-    required: set[str]
+    fields: dict[str, tuple[Field, Shapes]]
+    rule_shapes: Shapes
     rule_dtype: torch.dtype | None
 
 
-def expected_of(
-    block: Block, layer: LayerStatistics | None, required: set[str], torch_rule: bool
-) -> dict[Tensor, Expected]:
+def expected_of(block: Block, layer: LayerStatistics | None, torch_rule: bool) -> dict[Tensor, Expected]:
     """What the state of each parameter of a block must be."""
     found: dict[Tensor, Expected] = {}
     for p in block.parameters:
-        own: Shapes = {tuple(p.shape)}
-        leads = p is block.weight and block.entry is not None and not block.alone
-        units = block.units if p is block.weight else p.numel()
-        if leads and block.entry is not None:  # a rule may see the layer as one matrix, biases as columns
-            own |= {(units, p.numel() // max(1, units) + more) for more in range(len(block.entry.biases) + 1)}
+        own = {tuple(p.shape)} | SCALAR
+        if p is block.weight and block.entry is not None and not block.alone:  # a rule may see the layer as one matrix
+            columns = p.numel() // max(1, block.units)
+            own |= {(block.units, columns + more) for more in range(len(block.entry.biases) + 1)}
         elif block.entry is None and block.group.get("joint") and p.dim() > 1:  # the model may be attached later
             own |= {(len(p), p[0].numel() + more) for more in range(2)}
-        shapes = dict.fromkeys(("step", "mass", "sharing", "square_mass"), SCALAR)
-        shapes |= {"momentum_buffer": own, "square": own | SCALAR | {(units,)}, "*": own | SCALAR}
-        if leads and layer is not None:
-            shapes |= {"mx": {(layer.inputs,)}, "vx": {(layer.inputs,)}}
-            shapes |= {"mg2": {(layer.units,)}} if layer.units else {}
-        moments = set(MOMENTS) if leads and block.treatment in ("whitened", "canonical") else set()
-        found[p] = Expected(shapes, required | moments, p.dtype if torch_rule else None)
+        found[p] = Expected({}, own, p.dtype if torch_rule else None)
+    for p, name, field in fields_of(block):
+        shape = tuple(shape_of(field, block, layer, p))
+        found[p].fields[name] = field, SCALAR if shape in SCALAR else {shape}
     return found
 
 
@@ -130,12 +126,12 @@ def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> 
     return []
 
 
-def group_problems(owner: str, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> list[str]:
+def group_problems(owner: str, groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Hyperparameters of saved groups that a constructor would refuse, too."""
     found = []
     for k, group in enumerate(groups):
         try:
-            checks.hyperparameters(owner, {**defaults, **group})
+            options.check(owner, group)
         except ValueError as error:
             found.append(f"group {k}: {str(error).rstrip('.')}")
     return found
@@ -147,7 +143,11 @@ def all_state_problems(
     expected: Mapping[Tensor, Expected],
     known: set[str] | None,
 ) -> list[str]:
-    """What is wrong with the state of a state_dict whose structure fits; names must be in `known` (None: any)."""
+    """What is wrong with the state of a state_dict whose structure fits.
+
+    Without a mark, names that are neither ours nor in `known` are refused, and all of ours must be there (None: it has
+    a mark).
+    """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [p for group in groups for p in group["params"]]
     names = [name for group in groups for name in group.get("param_names", map(str, range(len(group["params"]))))]
@@ -166,39 +166,44 @@ def state_problems(kept: Any, expected: Expected, known: set[str] | None) -> lis
     if not isinstance(kept, Mapping):
         return [f"has {described(kept)} for its state; a dict is allowed"]
     problems = []
-    lacking = [name for some in COMPLETE for name in some if name not in kept and any(n in kept for n in some)]
+    required = {name for name in expected.fields if name != "momentum_buffer"}  # which may be asked for later
     if known is not None:
-        problems += [f"has {name}, which is no state of this optimizer" for name in kept if name not in known]
-        lacking += [name for name in sorted(expected.required) if kept and name not in kept]
-    if lacking:
-        problems.append(f"lacks {', '.join(dict.fromkeys(lacking))}")
-    checked = {name: value for name, value in kept.items() if name in OWN or expected.rule_dtype is not None}
-    found = {name: value_problem(name, value, expected) for name, value in checked.items()}
+        allowed = known | {"momentum_buffer"} | OWN.keys() | expected.fields.keys()
+        problems += [f"has {name}, which is no state of this optimizer" for name in kept if name not in allowed]
+        required |= known & {"step"}
+    elif not required & kept.keys():
+        required = set()
+    if kept and (lacking := sorted(required - kept.keys())):
+        problems.append(f"lacks {', '.join(lacking)}")
+    checked = kept if expected.rule_dtype is not None else {"momentum_buffer"} | OWN.keys() | expected.fields.keys()
+    found = {name: value_problem(name, value, expected) for name, value in kept.items() if name in checked}
     return problems + [f"has {name} {problem}" for name, problem in found.items() if problem]
 
 
 def value_problem(name: str, value: Any, expected: Expected) -> str | None:
     """What is wrong with one value of a parameter's state."""
-    if name in NUMBERS and checks.is_number(value):
+    if name in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
         return None if math.isfinite(value) and value >= 0 else f"= {value}; a finite number >= 0 is allowed"
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
         return f"of type {described(value)}; a dense floating-point tensor is allowed"
-    shapes = expected.shapes.get(name if name in OWN else "*")
+    field, shapes = expected.fields.get(name, (OWN.get(name), SCALAR if name == "step" else None))
+    if field is None:
+        shapes = expected.rule_shapes
     if shapes is not None and tuple(value.shape) not in shapes:
         return f"of shape {list(value.shape)}; {' or '.join(str(list(s)) for s in sorted(shapes))} is allowed"
-    if name in WIDE and value.dtype not in (torch.float32, torch.float64):
+    if field is not None and field.per != "parameter" and value.dtype not in (torch.float32, torch.float64):
         return f"of type {described(value)}; float32 or float64 is allowed"
-    if name not in WIDE and value.dim() and value.dtype != (expected.rule_dtype or value.dtype):
+    if field is None and value.dim() and value.dtype != (expected.rule_dtype or value.dtype):
         return f"of type {described(value)}; {expected.rule_dtype}, as its parameter, is allowed"
-    if not value.is_meta and not valid(name, value):
-        return "with values that are negative or not finite" if name in NONNEGATIVE else "with values not finite"
-    return None
+    nonnegative = name in TORCHS_NONNEGATIVE if field is None else field.nonnegative
+    if value.is_meta or valid(value, 0.0 if nonnegative else torch.finfo(value.dtype).min):
+        return None
+    return "with values that are negative or not finite" if nonnegative else "with values not finite"
 
 
-def valid(name: str, value: Tensor) -> bool:
-    """Whether all values are finite, and not negative where they are squares or counts."""
-    value = shards.local(value)
-    least = 0.0 if name in NONNEGATIVE else torch.finfo(value.dtype).min
+def valid(value: Tensor, least: float) -> bool:
+    """Whether all values are finite and at least `least`."""
+    value = dtensor.local(value)
     return bool(((value >= least) & (value < torch.inf)).all())
 
 
@@ -221,3 +226,36 @@ def refuse(owner: str, problems: Sequence[str]) -> None:
         raise ValueError(
             f"{owner}: this state_dict does not fit, and nothing was loaded: {'; '.join(problems[:LISTED])}{more}."
         )
+
+
+def step_count(p: Tensor, count: float) -> Tensor:
+    """A count of steps beside a parameter, in the dtype that torch has for them."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
+
+
+def restore(
+    state: Mapping[Tensor, dict[str, Any]],
+    params: Sequence[Tensor],
+    saved: Sequence[Mapping[str, Any]],
+    live: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Put what was `saved` of each parameter into its state, in the dtype it was saved in.
+
+    Values are copied into `live` tensors where there are any.
+    """
+    for p, kept in zip(params, saved, strict=True):
+        for name, value in kept.items():
+            if name == "step":  # torch has a rule of its own for their device, and would share the saved one
+                count = state[p][name]
+                state[p][name] = count.detach().clone() if isinstance(count, Tensor) else step_count(p, count)
+            elif isinstance(value, Tensor):
+                state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
+
+
+def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
+    """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
+    saved = dtensor.matched(saved, live)
+    if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
+        return live.copy_(saved.detach())
+    return saved.detach().to(device, copy=True)

@@ -9,7 +9,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from .. import foreach
 from ..coordinates.coordinates import Statistics
-from ..model.coverage import missing_statistics
 from ..parallel import reduce
 from ..statistics.batch import LayerStatistics
 from ..step import plan as plans
@@ -18,11 +17,18 @@ from ..step.gradients import gradient
 from ..step.plan import Plan
 from ..step.state import init_state
 from .base import NONFINITE, ModelOptimizer
-from .motion import at_rest, follow, step_count
+from .checkpoint import step_count
+from .param_groups import at_rest
 
 NO_MODEL = (
     "no model is attached, so all parameters are trained in plain coordinates; give the model as the first argument, "
     "as model=, or call opt.attach(model)."
+)
+
+NO_STATISTICS = (
+    "layer '{}' ({}) has a gradient but saw no input since the last step (compiled without its hooks? then "
+    "torch._dynamo.reset() helps; eval mode? a functional call?); using its last moments, or fan-in coordinates if it "
+    "has none."
 )
 
 NO_RATIO = (
@@ -61,7 +67,8 @@ class CoordinateOptimizer(ModelOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._prepare_apart() if torch.compiler.is_compiling() else self._prepare(compiled=False)
+        compiled = torch.compiler.is_compiling()
+        ready = self._prepare_on_host() if compiled else self._prepare(compiled=False)
         if ready is not None:
             self._make(*ready)
         if self._statistics is not None:
@@ -69,10 +76,8 @@ class CoordinateOptimizer(ModelOptimizer):
         return loss
 
     @_disable_dynamo
-    def _prepare_apart(self) -> tuple[Plan, Tensor | None] | None:
+    def _prepare_on_host(self) -> tuple[Plan, Tensor | None] | None:
         """What compilers leave to the host."""
-        if self._statistics is not None:
-            self._statistics.flush()
         return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
@@ -108,7 +113,7 @@ class CoordinateOptimizer(ModelOptimizer):
         parts, groups = [], self._groups()
         if self._statistics is not None and self.needs > Statistics.NOTHING:
             for entry, stage in self._statistics.items():
-                mass = self.state.get(entry.weight, {}).get("mass") if self._statistics.inputs else None
+                mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
                 reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
                 parts.append(reduce.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
@@ -138,7 +143,7 @@ class CoordinateOptimizer(ModelOptimizer):
         for block in blocks:
             counted = self._counted(block)
             for p in block.parameters:
-                follow(self.state[p], p.device, all(p is not other for other in counted))
+                self._follow(p, keep_step=all(p is not other for other in counted))
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
@@ -146,6 +151,12 @@ class CoordinateOptimizer(ModelOptimizer):
             if stage is not None:
                 stage.to(block.weight.device)
             init_state(self.state, block, stage)
+
+    def _follow(self, p: Tensor, keep_step: bool) -> None:
+        """Move a parameter's state to the device it is on now; torch's rules keep step counts on the CPU."""
+        for name, value in self.state[p].items():
+            if isinstance(value, Tensor) and value.device != p.device and not (keep_step and name == "step"):
+                self.state[p][name] = value.to(p.device)
 
     def _counted(self, block: Block) -> list[Tensor]:
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
@@ -211,14 +222,21 @@ class CoordinateOptimizer(ModelOptimizer):
         return device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
 
     def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
-        """Warn once of tensors without a model, and of a layer with a gradient but no statistics."""
+        """Warn once of tensors without a model, and of a layer with a gradient but no statistics of this step.
+
+        Statistics on another device are only read if the host may `wait` for them.
+        """
         if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        message = missing_statistics(self._with_statistics(blocks), wait)
-        if self._statistics is None:
-            message = NO_MODEL if blocks else None
-        if message is not None:
-            self._warn("unseen", message)
+        if self._statistics is None and blocks:
+            self._warn("unseen", NO_MODEL)
+        for block, layer in self._with_statistics(blocks):
+            if layer is None or block.entry is None or not block.weight.requires_grad:
+                continue
+            readable = layer.device.type == "cpu" or (wait and layer.device.type != "meta")
+            if readable and not layer.applied:
+                self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
+                return
 
 
 def masked(ok: Tensor | None, step: Any) -> Tensor | None:

@@ -90,7 +90,10 @@ class TransposedKind(LayerKind):
 
 
 class ConvKind(LayerKind):
-    """Conv1d/2d/3d of any stride, padding and grouping: moments per input channel over batch and positions (App. B)."""
+    """Conv1d/2d/3d of any stride, padding and grouping: moments per input channel over batch and positions (App. B).
+
+    The sharing count is the number of output positions.
+    """
 
     def __init__(self, rank: int) -> None:
         """`rank` is the number of spatial dimensions."""
@@ -112,14 +115,19 @@ class ConvKind(LayerKind):
     def look(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
     ) -> Sequence[Look | None]:
-        """The sharing count is the number of output positions."""
+        """Counts over output positions, or over input positions, with zeros up to the number of output positions."""
         x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
-        return [Look(x, channels, x.shape[0] if channels else 1, all_but(output, channels))]
+        applied = all_but(x if self.stuffed else output, channels)
+        zeros = max(0, all_but(output, channels) - applied)
+        return [Look(x, channels, x.shape[0] if channels else 1, applied, zeros)]
 
 
 class ConvTransposeKind(ConvKind):
-    """ConvTranspose1d/2d/3d: a convolution of the zero-stuffed input, whose zeros count as data."""
+    """ConvTranspose1d/2d/3d: a convolution of the zero-stuffed input, whose zeros count as data.
+
+    The sharing count is the number of input positions.
+    """
 
     stuffed = True
 
@@ -130,16 +138,6 @@ class ConvTransposeKind(ConvKind):
     def unmatrix(self, module: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
         """Back to [in, out/groups, *kernel]."""
         return matrix.transpose(1, 2).reshape(weight.shape)
-
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
-        """The sharing count is the number of input positions; zeros fill up to the number of output positions."""
-        x = first_input(args, kwargs)
-        channels = x.dim() - self.rank - 1
-        applied = all_but(x, channels)
-        zeros = max(0, all_but(output, channels) - applied)
-        return [Look(x, channels, x.shape[0] if channels else 1, applied, zeros)]
 
 
 class AttentionKind(LayerKind):

@@ -1,12 +1,12 @@
-"""Which kind a layer is of. Teaching evenstep another is one call of `register_layer`."""
+"""The table of known layers: which kind each is of. Teaching evenstep another is one call of `register_layer`."""
 
 import torch
 from torch import Tensor, nn
 
 from .experts import experts_of
-from .kinds import AttentionKind, ConvKind, ConvTransposeKind, LayerKind, TransposedKind
+from .layer_kinds import AttentionKind, ConvKind, ConvTransposeKind, LayerKind, TransposedKind
 
-KINDS: dict[type[nn.Module], LayerKind] = {
+KINDS: dict[type[nn.Module] | str, LayerKind] = {  # by class, or by a name whose package need not be imported
     nn.Linear: LayerKind(),
     nn.Conv1d: ConvKind(1),
     nn.Conv2d: ConvKind(2),
@@ -15,8 +15,6 @@ KINDS: dict[type[nn.Module], LayerKind] = {
     nn.ConvTranspose2d: ConvTransposeKind(2),
     nn.ConvTranspose3d: ConvTransposeKind(3),
     nn.MultiheadAttention: AttentionKind(),
-}
-NAMED: dict[str, LayerKind] = {  # known by name, so that their packages need not be imported
     "transformers.pytorch_utils.Conv1D": TransposedKind(),
     "torch_geometric.nn.dense.linear.Linear": LayerKind(),
 }
@@ -37,15 +35,12 @@ def register_layer(layer: type[nn.Module] | str, kind: "LayerKind | type[nn.Modu
         kind = known
     if not isinstance(kind, LayerKind):
         raise ValueError(f"register_layer: kind must be a LayerKind or a class of layers it knows; got {kind!r}.")
-    if isinstance(layer, str):
-        NAMED[layer] = kind
-    else:
-        KINDS[layer] = kind
+    KINDS[layer] = kind
 
 
 def of_class(cls: type[nn.Module]) -> LayerKind | None:
     """The kind that exactly this class was registered with."""
-    return KINDS.get(cls) or NAMED.get(f"{cls.__module__}.{cls.__qualname__}")
+    return KINDS.get(cls) or KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:

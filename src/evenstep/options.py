@@ -1,0 +1,167 @@
+"""Every hyperparameter, said once: what it means, for docstrings and docs/api.md, and what it may be.
+
+Who takes it is in the signature of each optimizer. Errors name the owner, what is allowed and what came.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+Class = TypeVar("Class", bound=type)
+
+
+class Allowed(NamedTuple):
+    """Values that are allowed: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+class Option(NamedTuple):
+    """A hyperparameter: its meaning, the values allowed, and torch's own words where it is a keyword of torch's."""
+
+    meaning: str
+    allowed: Allowed | None = None
+    torch: str = ""
+
+
+def is_number(value: Any, whole: bool = False) -> bool:
+    """A finite real number, not a bool."""
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def one_of(*values: Any) -> Allowed:
+    """A value out of a short list."""
+    return Allowed(f"one of {', '.join(map(repr, values))}", lambda v: v in values)
+
+
+def is_rate(lr: Any) -> bool:
+    """A finite number of at least 0, or a one-element tensor of one."""
+    if isinstance(lr, Tensor) and not lr.is_complex():
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        lr = 0.0 if lr.is_meta else lr.item()
+    return is_number(lr) and bool(lr >= 0)
+
+
+NONNEGATIVE = Allowed("a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0))
+POSITIVE_OR_NONE = Allowed(
+    "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
+)
+FRACTION = Allowed("in [0, 1)", lambda v: is_number(v) and 0 <= v < 1)
+ROWS = Allowed(
+    "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
+)
+PATTERNS = Allowed("a list of name patterns", lambda v: not isinstance(v, str))
+FLAG, FLAG_OR_NONE = one_of(True, False), one_of(None, True, False)
+
+OPTIONS = {
+    "params": Option("the model itself, or what torch takes: tensors, groups, named parameters"),
+    "lr": Option(
+        "stepsize: a number or a one-element tensor",
+        Allowed("a finite number >= 0 or a one-element tensor", is_rate),
+        "Invalid learning rate: ",
+    ),
+    "model": Option("the model to watch, when `params` are tensors or groups"),
+    "momentum": Option("of the rule, on v", FRACTION, "Invalid momentum value: "),
+    "weight_decay": Option(
+        "decoupled, on w: w shrinks by lr · weight_decay per step", NONNEGATIVE, "Invalid weight_decay value: "
+    ),
+    "decay": Option("weight of the old value in running averages", FRACTION),
+    "damping": Option(
+        "added to each variance, relative to the layer's mean variance; `EvenStep` damps its units' mean squares by "
+        "it, too",
+        NONNEGATIVE,
+    ),
+    "fresh_max": Option("τ of the fresh-max guard; None turns it off", POSITIVE_OR_NONE),
+    "trust": Option("c of the trust radius; None turns it off", POSITIVE_OR_NONE),
+    "rows": Option(
+        "how many rows of a layer's input a forward looks at, spread over examples and positions; None for all", ROWS
+    ),
+    "eps": Option("μ of eq. 11, absolute, inside the root", NONNEGATIVE, "Invalid epsilon value: "),
+    "plain_lr": Option(
+        "stepsize of parameters outside layers at the `lr` it is given with, None for that of layers; follows "
+        "schedules of `lr` and a group's own `lr`, and may be set in a group, too, as of that first `lr`",
+        NONNEGATIVE,
+    ),
+    "sharing": Option("S of every layer, when it is not to be counted", POSITIVE_OR_NONE),
+    "exclude": Option("name patterns (`fnmatch`) kept in plain coordinates", PATTERNS),
+    "maximize": Option("ascend", FLAG),
+    "foreach": Option(
+        "False steps layer by layer; otherwise many layers move at once where they can (`WhitenedSGD`, `FanInSGD`, "
+        "`EvenStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its rule, "
+        "too)",
+        FLAG_OR_NONE,
+    ),
+    "block": Option('what shares a denominator: "network", "unit", "weight"', one_of("network", "unit", "weight")),
+    "bounded": Option("eq. 11's running mean square; False: the batch's own"),
+    "bias_correction": Option('of that running mean; False makes `block="weight"` RMSProp exactly'),
+    "reduction": Option('how the loss reduces the batch: "mean" or "sum"', one_of("mean", "sum")),
+    "scaler": Option("the GradScaler in use, whose factor is taken out of g²"),
+    "base": Option("the torch class, or a partial of it"),
+    "base_kwargs": Option("the keywords of `base` itself, its `lr` among them"),
+    "joint": Option("show the rule a layer as one matrix, bias as a column; None: for Muon alone", FLAG),
+    "fan_in_power": Option(
+        "a layer's stepsize is divided by this power of its inputs per unit; 0.25 with Adam keeps wide layers alive",
+        NONNEGATIVE,
+    ),
+    "plain": Option("the rule for parameters outside layers; None: `base`, or AdamW beside Muon"),
+    "capturable": Option(
+        "`step()` never reads the device; without it `Whitened` alone does so on a GPU (one bool)", FLAG
+    ),
+    "process_group": Option(
+        "the processes that train one network: None is the world group if there is one, False reduces nothing"
+    ),
+}
+NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "__class__")
+
+
+def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that groups have, from the `locals()` of a constructor."""
+    return {name: value for name, value in arguments.items() if name not in NOT_IN_GROUPS}
+
+
+def check(owner: str, group: Mapping[str, Any]) -> None:
+    """Check all hyperparameters of a group: defaults, groups that override them, saved groups.
+
+    >>> check("WhitenedSGD", {"decay": 1.5})
+    Traceback (most recent call last):
+    ValueError: WhitenedSGD: decay must be in [0, 1); got 1.5.
+    """
+    for name, value in group.items():
+        option = OPTIONS.get("plain_lr" if name == "plain_at" else name)
+        if option is not None and option.allowed is not None and not option.allowed.holds(value):
+            raise refusal(owner, name, value, option.allowed.words)
+    for name, value in group.items():  # those of a base rule, too
+        if any(isinstance(v, float) and math.isnan(v) for v in (value if isinstance(value, list | tuple) else [value])):
+            raise refusal(owner, name, value, "without nan")
+
+
+def refusal(owner: str, name: str, value: Any, allowed: str) -> ValueError:
+    """The error for a value that is not allowed; torch's own words come first where the keyword is torch's.
+
+    >>> refusal("WhitenedSGD", "damping", -1.0, "a finite number >= 0")
+    ValueError('WhitenedSGD: damping must be a finite number >= 0; got -1.0.')
+    >>> refusal("WhitenedSGD", "momentum", -0.5, "in [0, 1)")
+    ValueError('Invalid momentum value: -0.5. WhitenedSGD: momentum must be in [0, 1); got -0.5.')
+    """
+    torchs = OPTIONS[name].torch if name in OPTIONS else ""
+    words = f"{torchs}{value}. " if torchs else ""
+    got = f"the string {value!r}" if isinstance(value, str) and allowed.startswith("a list") else repr(value)
+    return ValueError(f"{words}{owner}: {name} must be {allowed}; got {got}.")
+
+
+def explained(cls: Class) -> Class:
+    """Let a class's docstring end with the keywords of its constructor, their defaults and what they mean."""
+    if cls.__doc__ is None:  # python -OO
+        return cls
+    lines = [inspect.cleandoc(cls.__doc__), "", "Keywords:", ""]
+    for name, parameter in list(inspect.signature(cls).parameters.items()):
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f" (default {parameter.default!r})"
+        lines.append(f"    {stars}{name}{default}: {OPTIONS[name].meaning}.")
+    cls.__doc__ = "\n".join(lines)
+    return cls
