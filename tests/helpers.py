@@ -32,7 +32,7 @@ every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIM
 def small_network():
     """A network for `images`, with a norm, which is no covered layer."""
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 3)
     )
 
 
