@@ -4,21 +4,93 @@ EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is 
 """
 
 import copy
+import io
 import os
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
 
-from cases import BY_HAND, TORCH_RULES
+from cases import BY_HAND, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kinds import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
+from oracle import log_cosh
 
+UNGUARDED = {"fresh_max": None, "trust": None}
+PAPER = {"damping": 0.0, **UNGUARDED}
 GPU = torch.device(os.environ.get("EVENSTEP_GPU", "cuda"))
 CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
+
+
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def small_network():
+    """A network for `images`, with a norm, which is no covered layer."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    )
+
+
+def images(rows=8):
+    """Random images and their classes."""
+    return torch.randn(rows, 2, 4, 4) + 1, torch.randint(0, 3, (rows,))
+
+
+def classify(optimizer, model, batches):
+    """Take a step on the cross-entropy of each batch."""
+    fit(optimizer, model, batches, functional.cross_entropy)
+
+
+def descend(optimizer, loss):
+    """Take a step on a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def twins(build=small_network):
+    """A network and its copy."""
+    model = build()
+    return model, copy.deepcopy(model)
+
+
+def weights(model):
+    """Copies of all parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def still(model, before):
+    """Which parameters have not moved since `weights` copied them."""
+    return [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+
+
+def is_finite(model):
+    """Whether no parameter is NaN or infinite."""
+    return all(p.isfinite().all() for p in model.parameters())
+
+
+def same(left, right):
+    """Whether nested containers hold equal values, and tensors of the same dtype."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def through_a_file(saved):
+    """What is loaded from a file in which this was saved."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 class Net(nn.Module):
@@ -63,6 +135,54 @@ def backward(optimizer, model, device, step):
     loss = (model(tokens) - 1).square().mean() * (3.0 if step == 3 else 1.0)
     optimizer.zero_grad()
     loss.backward()
+
+
+class Forward(nn.Module):
+    """Named modules with a forward given as a function of the module and its inputs."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.function = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def randn(*shape):
+    """Normal random numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def fit(optimizer, model, batches, energy=log_cosh):
+    """Take a step on the mean of `energy` over each batch."""
+    for x, t in batches:
+        optimizer.zero_grad()
+        energy(model(x), t).mean().backward()
+        optimizer.step()
+
+
+def moved_by(optimizer, loss):
+    """How far a step on `loss` moves each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+
+
+def assert_same(model, other, **close):
+    """Compare parameters by name: bit by bit, or as close as `rtol` and `atol` say."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(q, p, msg=lambda m, name=name: f"{name}: {m}", **(close or {"rtol": 0, "atol": 0}))
+
+
+def assert_all_moved(model, before):
+    """Every parameter is finite and differs from `before`, a list."""
+    for (name, p), q in zip(model.named_parameters(), before, strict=True):
+        assert p.isfinite().all() and not torch.equal(p, q), name
 
 
 def states(optimizer, model):

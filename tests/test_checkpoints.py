@@ -2,7 +2,7 @@
 
 import copy
 import importlib.util
-import io
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ from torch import nn
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.step.block import plain_share
 from evenstep.torch_optimizer import checkpoint as checkpoints
+from helpers import assert_same, every_optimizer, is_finite, moved_by, same, through_a_file
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location(
@@ -22,13 +22,16 @@ maker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(maker)
 
 STORED = [(path, name) for path in sorted((HERE / "fixtures").glob("format-*.pt")) for name in maker.NAMES]
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
-def trained(case, steps=3):
+def batches(count):
+    return torch.randn(count, 5, 2, 3) + 1
+
+
+def trained(case):
     model = maker.network()
     optimizer = case.build(model)
-    maker.train(model, optimizer, torch.randn(steps, 5, 2, 3) + 1)
+    maker.train(model, optimizer, batches(3))
     return model, optimizer
 
 
@@ -37,23 +40,6 @@ def snapshot(model, optimizer):
     groups = [group | {"params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     state = {id(p): {name: (id(t), t) for name, t in kept.items()} for p, kept in optimizer.state.items()}
     return copy.deepcopy([maker.flat(model), groups, state])
-
-
-def same(left, right):
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_refused(model, optimizer, state_dict, message):
@@ -79,17 +65,10 @@ def test_every_stored_format_loads_whole_and_goes_on(path, name):
     optimizer.load_state_dict(run["state_dict"])
     now, then = optimizer.state_dict()["state"], run["state_dict"]["state"]
     assert then and all(same(value, now[key][kept]) for key in then for kept, value in then[key].items())
-    maker.train(model, optimizer, torch.randn(2, 5, 2, 3) + 1)
-    assert maker.flat(model).isfinite().all() and not torch.equal(maker.flat(model), run["weights"])
+    maker.train(model, optimizer, batches(2))
+    assert is_finite(model) and not torch.equal(maker.flat(model), run["weights"])
     least = 2 if path.stem == "format-0" else 5  # format 0 had no counts under rules that keep none
     assert all(kept["step"] >= least for kept in optimizer.state_dict()["state"].values())
-
-
-def test_a_newer_format_is_refused():
-    model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict._evenstep["format"] = checkpoints.FORMAT + 1
-    assert_refused(model, optimizer, state_dict, r"its format is \d+, this version reads up to")
 
 
 @pytest.mark.parametrize("copied", [through_a_file, copy.copy, copy.deepcopy])
@@ -97,17 +76,19 @@ def test_a_newer_format_is_refused():
 def test_the_mark_survives_files_and_copies(case, copied):
     _, optimizer = trained(case)
     state_dict = copied(optimizer.state_dict())
-    assert checkpoints.mark_of(state_dict) == {"format": checkpoints.FORMAT, "optimizer": optimizer._writer()}
+    mark = checkpoints.mark_of(state_dict)
+    assert mark["format"] == checkpoints.FORMAT and mark["optimizer"].startswith(case.cls.__name__)
     twin = case.build(maker.network())
     twin.load_state_dict(state_dict)
     assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
+    assert checkpoints.mark_of(twin.state_dict()) == mark
 
 
 def test_a_state_dict_holds_the_optimizers_own_tensors():
     """As torch's: what is loaded are the values at the time of loading."""
     model, optimizer = trained(OPTIMIZERS["evenstep"])
     state_dict = optimizer.state_dict()
-    maker.train(model, optimizer, torch.randn(1, 5, 2, 3))
+    maker.train(model, optimizer, batches(1))
     twin = OPTIMIZERS["evenstep"].build(maker.network())
     twin.load_state_dict(state_dict)
     assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
@@ -124,8 +105,8 @@ BAD_VALUES = {
     "sparse": (lambda t: t.to_sparse(), r"of type tensor \(torch.float32, torch.sparse_coo\); a dense floating-point"),
     "integers": (lambda t: t.long(), r"of type tensor \(torch.int64\); a dense floating-point tensor is allowed"),
     "shape": (lambda t: t.new_zeros(7, 7, 7), r"of shape \[7, 7, 7\]; .* is allowed"),
-    "nan": (lambda t: torch.full_like(t, torch.nan), "with values (that are negative or )?not finite"),
-    "inf": (lambda t: torch.full_like(t, torch.inf), "with values (that are negative or )?not finite"),
+    "nan": (lambda t: torch.full_like(t, nan), "with values (that are negative or )?not finite"),
+    "inf": (lambda t: torch.full_like(t, inf), "with values (that are negative or )?not finite"),
 }
 
 
@@ -144,45 +125,63 @@ def test_a_wrong_value_is_refused_with_its_name(case, bad):
                 assert_refused(model, optimizer, loaded, f"'{names[key]}' has {name} {message}")
 
 
-@pytest.mark.parametrize("name", ["vx", "mass", "sharing", "square", "square_mass", "step"])
-def test_negative_squares_and_counts_are_refused(name):
+def first(name, change):
+    """A change of one value in the state of the first parameter."""
+    return lambda s: s["state"][0].update({name: change(s["state"][0][name])})
+
+
+# how a state_dict is broken, in place or by another, and what the error says
+BROKEN = [
+    *[
+        (first(name, lambda t: t - 1e6), f"'0.weight' has {name} with values that are negative")
+        for name in ("vx", "mass", "sharing", "square", "square_mass", "step")
+    ],
+    *[
+        (first("step", lambda _, count=count: count), f"'0.weight' has step = {count}; a finite number >= 0 is allowed")
+        for count in (-1, nan, inf)
+    ],
+    *[
+        (first(name, torch.Tensor.bfloat16), rf"{name} of type tensor \(torch.bfloat16\); float32 or float64 is")
+        for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")
+    ],
+    (lambda s: maker.network().state_dict(), r"has 'state' and 'param_groups'; got \['0\.bias', '0\.wei"),
+    (lambda s: [1, 2], "has 'state' and 'param_groups'; got list"),
+    (lambda s: 3, "has 'state' and 'param_groups'; got int"),
+    (lambda s: s["param_groups"].append({"params": []}), "number of parameter groups: 2, here 1"),
+    (lambda s: s.update(param_groups=None), "'param_groups' a list of dicts"),
+    (lambda s: s.update(param_groups=[3]), "'param_groups' a list of dicts"),
+    (lambda s: s["param_groups"][0].update(params=None), "'param_groups' a list of dicts with a list of"),
+    (lambda s: s.update(state=None), "'state' must be a dict"),
+    (lambda s: s["state"].update({17: {}}), "state of an unknown parameter 17"),
+    (lambda s: s["state"].update({0: 3}), "'0.weight' has int for its state; a dict is allowed"),
+    (lambda s: s["state"][0].__delitem__("vx"), "'0.weight' lacks vx"),
+    (lambda s: s["state"].update({k: {} for k in range(10, 30)}), "unknown parameter 17; and 12 more"),
+]
+BROKEN_ADAMW = [  # torch's rules raise at their next step otherwise
+    (first("exp_avg", torch.Tensor.double), r"exp_avg of type tensor \(torch.float64\); torch.float32, as its"),
+    (lambda s: s["param_groups"][0].update(betas=(0.9, nan)), "group 0: Whitened: betas must be without nan"),
+]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [*[("evenstep", *row) for row in BROKEN], *[("whitened-adamw", *row) for row in BROKEN_ADAMW]],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_state_dict_is_refused(name, change, message, marked):
+    model, optimizer = trained(OPTIMIZERS[name])
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict = state_dict if marked else dict(state_dict)
+    other = change(state_dict)
+    assert_refused(model, optimizer, state_dict if other is None else other, message)
+
+
+def test_a_newer_format_is_refused():
     model, optimizer = trained(OPTIMIZERS["evenstep"])
     state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"][0][name].sub_(1e6)
-    assert_refused(model, optimizer, state_dict, f"'0.weight' has {name} with values that are negative")
-
-
-@pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
-def test_a_step_count_is_finite_and_not_negative(count):
-    model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"][0]["step"] = count
-    assert_refused(model, optimizer, state_dict, f"'0.weight' has step = {count}; a finite number >= 0 is allowed")
-
-
-@pytest.mark.parametrize("name", ["mx", "vx", "mass", "sharing", "square", "square_mass"])
-def test_rounded_moments_are_refused(name):
-    model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"][0][name] = state_dict["state"][0][name].bfloat16()
-    assert_refused(model, optimizer, state_dict, rf"{name} of type tensor \(torch.bfloat16\); float32 or float64 is")
-
-
-def test_a_torch_rules_memory_has_the_dtype_of_its_parameter():
-    """torch's rules raise at their next step otherwise."""
-    model, optimizer = trained(OPTIMIZERS["whitened-adamw"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"][0]["exp_avg"] = state_dict["state"][0]["exp_avg"].double()
-    assert_refused(model, optimizer, state_dict, r"exp_avg of type tensor \(torch.float64\); torch.float32, as its")
-
-
-def test_step_counts_may_be_plain_numbers():
-    _, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    for kept in state_dict["state"].values():
-        kept["step"] = int(kept["step"])
-    optimizer.load_state_dict(state_dict)
-    assert all(kept["step"] == 3 and torch.is_tensor(kept["step"]) for kept in optimizer.state.values())
+    state_dict._evenstep["format"] = checkpoints.FORMAT + 1
+    assert_refused(model, optimizer, state_dict, r"its format is \d+, this version reads up to")
 
 
 def other_optimizers(model):
@@ -203,69 +202,62 @@ def other_optimizers(model):
 @pytest.mark.parametrize("which", ["other shapes", "adam", "sgd", "another class", "fewer parameters"])
 def test_the_state_of_another_optimizer_is_refused(which):
     network, other, message = other_optimizers(maker.network())[which]
-    maker.train(network, other, torch.randn(1, 5, 6) if isinstance(network, nn.Linear) else torch.randn(1, 5, 2, 3))
+    maker.train(network, other, torch.randn(1, 5, 6) if isinstance(network, nn.Linear) else batches(1))
     assert_refused(*trained(OPTIMIZERS["evenstep"]), other.state_dict(), message)
-
-
-BROKEN = {
-    "a module's": (lambda s: maker.network().state_dict(), r"has 'state' and 'param_groups'; got \['0\.bias', '0\.wei"),
-    "a list": (lambda s: [1, 2], "has 'state' and 'param_groups'; got list"),
-    "none": (lambda s: None, "has 'state' and 'param_groups'; got NoneType"),
-    "groups": (lambda s: s["param_groups"].append({"params": []}), "number of parameter groups: 2, here 1"),
-    "no groups": (lambda s: s.update(param_groups=None), "'param_groups' a list of dicts"),
-    "no group": (lambda s: s.update(param_groups=[3]), "'param_groups' a list of dicts"),
-    "no parameters": (lambda s: s["param_groups"][0].pop("params"), "'param_groups' a list of dicts with a list of"),
-    "no state": (lambda s: s.update(state=None), "'state' must be a dict"),
-    "key": (lambda s: s["state"].update({17: {}}), "state of an unknown parameter 17"),
-    "number": (lambda s: s["state"].update({0: 3}), "'0.weight' has int for its state; a dict is allowed"),
-    "moment": (lambda s: s["state"][0].pop("vx") * 0, "'0.weight' lacks vx"),
-    "many": (lambda s: s["state"].update({k: {} for k in range(10, 30)}), "unknown parameter 17; and 12 more"),
-}
-
-
-@pytest.mark.parametrize("which", BROKEN)
-def test_a_broken_state_dict_is_refused(which):
-    model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = dict(copy.deepcopy(optimizer.state_dict()))
-    change, message = BROKEN[which]
-    found = change(state_dict)
-    broken = found if which in ("a module's", "a list", "none") else state_dict
-    assert_refused(model, optimizer, broken, message)
 
 
 # hyperparameters that do not fit
 
+NONNEGATIVE, POSITIVE = "a finite number >= 0", "a finite number > 0, or None to turn it off"
+LR = f"{NONNEGATIVE} or a one-element tensor"
+BAD_OPTIONS = {  # what is allowed, and values that are not; torch's own words come first where it has some
+    "lr": (LR, [nan, inf, -1.0, "0.1", None, True, *map(torch.tensor, (nan, [inf], -0.1, [1.0, 1.0], 1j))]),
+    "decay": (r"in \[0, 1\)", [1.0, -0.1, 1.5]),
+    "momentum": (r"in \[0, 1\)", [1.0, -0.5, 1.5, nan, "0.9", torch.tensor(0.9)]),
+    **dict.fromkeys(["damping", "eps", "weight_decay", "plain_lr", "plain_at"], (NONNEGATIVE, [-1.0, nan, inf])),
+    **dict.fromkeys(["trust", "fresh_max", "sharing"], (POSITIVE, [0.0, -4.0])),
+    "rows": ("a whole number > 0, or None for all of them", [0.5]),
+    "maximize": ("one of True, False", ["no"]),
+    "capturable": ("one of True, False", [2]),
+    "foreach": ("one of None, True, False", ["yes"]),
+    "exclude": (r"a list of name patterns; got the string 'head\.\*'", ["head.*"]),
+}
+CLASSES = ["whitened", "fan-in", "canonical", "evenstep", "whitened-sgd", "whitened-muon", "unit"]
 
-BAD_OPTIONS = [
-    *[("lr", bad) for bad in (float("nan"), float("inf"), -1.0, "0.1", None, True, torch.tensor(torch.nan))],
-    *[("lr", bad) for bad in (torch.tensor([torch.inf]), torch.tensor(-0.1), torch.ones(2), torch.tensor(1j))],
-    *[("momentum", bad) for bad in (1.0, -0.1, float("nan"), "0.9", torch.tensor(0.9))],
-    *[("damping", -0.1), ("decay", 1.5), ("eps", float("inf")), ("weight_decay", float("nan"))],
-    *[("trust", 0.0), ("fresh_max", -4.0), ("rows", 0.5), ("plain_lr", -1.0), ("plain_at", float("nan"))],
-    *[("maximize", "no"), ("capturable", 2), ("foreach", "yes"), ("exclude", "head.*")],
-]
 
-
-@pytest.mark.parametrize(("key", "value"), BAD_OPTIONS, ids=str)
-def test_a_bad_hyperparameter_is_refused_everywhere(key, value):
-    message = r"Tensor lr must be 1-element|(Invalid .*)?UnitStep: " + f"{key} must be "
-    if key != "plain_at":  # no keyword
+@pytest.mark.parametrize("key", BAD_OPTIONS)
+@pytest.mark.parametrize("case", [OPTIMIZERS[name] for name in CLASSES], ids=CLASSES)
+def test_a_bad_hyperparameter_is_refused_in_constructors_groups_and_checkpoints(case, key):
+    model, optimizer = trained(case)
+    (group,), (allowed, values), owner = optimizer.param_groups, BAD_OPTIONS[key], case.cls.__name__
+    if key not in group:
+        pytest.skip(f"{owner} has no {key}")
+    message = rf"(Tensor lr must be 1-element|(Invalid .*)?{owner}: {key} must be {allowed})"
+    for value in values:
+        rules = case.cls is evenstep.Whitened and (value is None or key in ("momentum", "eps"))  # for torch to check
+        if key != "plain_at" and not rules:  # which is no keyword
+            with pytest.raises(ValueError, match=message):
+                case.build(maker.network(), **{key: value})
         with pytest.raises(ValueError, match=message):
-            evenstep.UnitStep(maker.network(), **{key: value})
-    model, optimizer = trained(OPTIMIZERS["evenstep"])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], key: value})
-    for marked in (True, False):
-        state_dict = copy.deepcopy(optimizer.state_dict())
-        state_dict["param_groups"][0][key] = value
-        assert_refused(model, optimizer, state_dict if marked else dict(state_dict), f"group 0: ({message})")
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], key: value})
+        assert optimizer.param_groups == [group]
+        for marked in (True, False):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            state_dict["param_groups"][0][key] = value
+            assert_refused(model, optimizer, state_dict if marked else dict(state_dict), f"group 0: {message}")
 
 
-def test_nan_among_a_rules_own_options_is_refused():
-    model, optimizer = trained(OPTIMIZERS["whitened-adamw"])
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["param_groups"][0]["betas"] = (0.9, float("nan"))
-    assert_refused(model, optimizer, state_dict, "group 0: Whitened: betas must be without nan")
+@pytest.mark.parametrize(
+    ("name", "keywords", "message"),
+    [
+        ("unit", {"block": "layer"}, "block must be one of 'network', 'unit', 'weight'; got 'layer'"),
+        ("canonical", {"reduction": "none"}, "reduction must be one of 'mean', 'sum'; got 'none'"),
+        ("whitened-sgd", {"momentum": 1.5}, r"momentum must be in \[0, 1\); got 1\.5"),
+    ],
+)
+def test_a_bad_keyword_is_refused(name, keywords, message):
+    with pytest.raises(ValueError, match=f"{OPTIMIZERS[name].cls.__name__}: {message}"):
+        OPTIMIZERS[name].build(maker.network(), **keywords)
 
 
 # which parameter gets which state
@@ -277,11 +269,11 @@ def test_state_loaded_before_the_model_is_known_serves_after_attach():
     twin = evenstep.UnitStep(other.parameters(), lr=0.02)
     twin.load_state_dict(optimizer.state_dict())
     twin.attach(other)
-    batches = torch.randn(2, 5, 2, 3)
-    maker.train(model, optimizer, batches)
-    maker.train(other, twin, batches)
+    following = batches(2)
+    maker.train(model, optimizer, following)
+    maker.train(other, twin, following)
     assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
-    assert torch.equal(maker.flat(model), maker.flat(other))
+    assert_same(model, other)
 
 
 class Pair(nn.Module):
@@ -305,8 +297,7 @@ def pair(order, case):
 
 @every_optimizer
 def test_layers_in_another_order_are_matched_by_name(case):
-    model, optimizer = pair("ab", case)
-    other, twin = pair("ba", case)
+    (model, optimizer), (other, twin) = pair("ab", case), pair("ba", case)
     twin.load_state_dict(optimizer.state_dict())
     assert twin.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
     named = dict(other.named_parameters())
@@ -335,7 +326,9 @@ def test_loading_shares_no_tensor(case):
 
 @pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, 0.2), (None, None)])
 def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
-    optimizer = evenstep.WhitenedSGD(nn.Linear(3, 2), lr=0.5, plain_lr=plain_lr)
+    """A norm, which is no layer, then moves at plain_lr."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=plain_lr)
     old = dict(optimizer.state_dict())
     (group,) = old["param_groups"]
     old["param_groups"] = [
@@ -344,4 +337,5 @@ def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
     optimizer.load_state_dict(old)
     (loaded,) = optimizer.param_groups
     assert loaded["plain_at"] == 0.5 and "plain_ratio" not in loaded
-    assert plain_share(loaded) == (ratio or 1.0)
+    moved = moved_by(optimizer, model(torch.randn(4, 3)).sum())[model[1].bias]
+    torch.testing.assert_close(moved, -(plain_lr or 0.5) * model[1].bias.grad)

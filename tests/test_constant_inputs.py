@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from helpers import CPU_AND_GPU
+from helpers import CPU_AND_GPU, descend, randn
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)
@@ -21,25 +21,21 @@ def test_a_layer_without_bias_trains_on_a_constant_input(cls, foreach, device):
     optimizer = cls(model, lr=0.05, foreach=foreach)
     unused = model.weight.detach()[:, 1].clone()
     for _ in range(200):
-        optimizer.zero_grad()
         loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     assert loss < 1e-3
     assert torch.equal(model.weight[:, 1], unused), "an input that is 0 moves nothing"
 
 
 def test_the_step_on_a_constant_input_is_the_limit_of_small_variances():
-    torch.manual_seed(0)
     start = nn.Linear(4, 3, bias=False).double()
-    noise, pull = torch.randn(64, 4).double(), torch.randn(3).double()
+    noise, pull = randn(64, 4), randn(3)
     mean = torch.tensor([1.0, -2.0, 0.5, 3.0]).double()
     responses = []  # how far the step moves the outputs
     for spread in (0.0, 1e-4, 1e-2):
         model = copy.deepcopy(start)
         optimizer = evenstep.WhitenedSGD(model, lr=0.01, trust=None, damping=0.0)
-        (model(mean + spread * noise) * pull).sum(1).mean().backward()
-        optimizer.step()
+        descend(optimizer, (model(mean + spread * noise) * pull).sum(1).mean())
         responses.append((model.weight.detach() - start.weight) @ mean)
     assert_close(responses[0], responses[1], rtol=1e-3, atol=0)
     assert_close(responses[0], responses[2], rtol=0.02, atol=0)

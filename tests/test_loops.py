@@ -1,18 +1,16 @@
 """Training loops as people write them, for every optimizer: each must step as the plain loop does."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from cases import OPTIMIZERS
-
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from helpers import assert_same, descend, every_optimizer, still, weights
 
 
 class Network(nn.Module):
@@ -34,48 +32,98 @@ class Network(nn.Module):
         return self.head(input=x) if self.keyword else self.head(x)
 
 
+def plain(model, optimizer, x, y):
+    descend(optimizer, functional.cross_entropy(model(x), y))
+
+
+def closure(model, optimizer, x, y):
+    """The closure runs first, and its loss comes back."""
+
+    def run():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(run).requires_grad
+
+
+def accumulate(model, optimizer, x, y, sizes):
+    optimizer.zero_grad()
+    for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
+        (functional.cross_entropy(model(part), target) * len(part) / len(x)).backward()
+    optimizer.step()
+
+
+def two_losses(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    (0.25 * loss).backward(retain_graph=True)
+    (0.75 * loss).backward()
+    optimizer.step()
+
+
+def negated(model, optimizer, x, y):
+    descend(optimizer, -functional.cross_entropy(model(x), y))
+
+
+def channels_last(model, optimizer, x, y):
+    model.to(memory_format=torch.channels_last)
+    plain(model, optimizer, x.to(memory_format=torch.channels_last), y)
+
+
+def validate(model, optimizer, x, y):
+    plain(model, optimizer, x, y)
+    with torch.no_grad():
+        model(100 * x)
+    model.eval()
+    model(100 * x)
+    model.train()
+    with torch.inference_mode():
+        model(100 * x)
+
+
+WAYS = [
+    ("closures", {"step": closure}),
+    ("gradient accumulation", {"step": partial(accumulate, sizes=[4, 4]), "rtol": 1e-6}),
+    ("gradient accumulation", {"step": partial(accumulate, sizes=[3, 1, 4]), "rtol": 1e-6}),
+    ("two backward passes, losses added", {"step": two_losses}),
+    ("activation checkpointing", {"network": {"recompute": True}}),
+    ("activation checkpointing", {"network": {"recompute": False}}),
+    ("in-place activations", {"network": {"inplace": True}}),
+    ("modules called by keyword", {"network": {"keyword": True}}),
+    ("channels_last", {"step": channels_last}),
+    ("eval and no_grad forwards between steps", {"step": validate}),
+    ("maximize", {"step": negated, "maximize": True}),
+    ("lr as a tensor", {"lr_shape": ()}),
+    ("lr as a tensor", {"lr_shape": (1,)}),
+]
+
+
 @pytest.fixture
 def batches():
     return [(torch.randn(8, 2, 4, 4).double() + 1, torch.randint(0, 3, (8,))) for _ in range(4)]
 
 
-def plain_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
-def trained(case, model, batches, step=plain_step):
-    optimizer = case.build(model)
-    for x, y in batches:
-        step(model, optimizer, x.clone(), y)
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def pair(**how):
-    """A plain network and its twin that does something more."""
-    model = Network().double()
-    twin = Network(**how).double()
+def assert_steps_alike(case, batches, step=plain, by=plain, network=None, rtol=1e-9, lr_shape=None, **keywords):
+    """The network trained by `step`, whose weights are those that `by` leads a plain network to."""
+    model, twin = Network().double(), Network(**(network or {})).double()
     twin.load_state_dict(model.state_dict())
-    return model, twin
+    if lr_shape is not None:
+        keywords["lr"] = torch.full(lr_shape, case.keywords["lr"], dtype=torch.float64)
+    for m, optimizer, one_step in ((model, case.build(model), by), (twin, case.build(twin, **keywords), step)):
+        for x, y in batches:
+            one_step(m, optimizer, x.clone(), y)
+    assert_same(model, twin, rtol=rtol, atol=1e-12)
+    return twin
 
 
-def assert_equal(case, model, twin, batches, step=plain_step, rtol=1e-9):
-    for p, q in zip(trained(case, model, batches), trained(case, twin, batches, step), strict=True):
-        assert_close(p, q, rtol=rtol, atol=1e-12)
-
-
-@pytest.mark.feature("gradient accumulation")
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.feature(name), id=name) for name, way in WAYS])
 @every_optimizer
-@pytest.mark.parametrize("sizes", [[4, 4], [3, 1, 4]])
-def test_micro_batches_are_one_batch(case, sizes, batches):
-    def accumulate(model, optimizer, x, y):
-        optimizer.zero_grad()
-        for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
-            (functional.cross_entropy(model(part), target) * len(part) / len(x)).backward()
-        optimizer.step()
-
-    assert_equal(case, *pair(), batches, accumulate, rtol=1e-6)
+def test_this_loop_steps_as_the_plain_one(case, way, batches):
+    if way.get("step") is two_losses and case.cls.__name__ == "CanonicalSGD":
+        pytest.skip("g² is read at each backward: two of them are two gradients to it")
+    assert_steps_alike(case, batches, **way)
 
 
 @pytest.mark.feature("gradient clipping")
@@ -103,44 +151,7 @@ def test_clipped_gradients_are_the_gradients(case, by, batches):
             p.grad = factor * g if by == "norm" else g.clamp(-0.01, 0.01)
         optimizer.step()
 
-    model, twin = pair()
-    for p, q in zip(trained(case, model, batches, clip), trained(case, twin, batches, by_hand), strict=True):
-        assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.feature("activation checkpointing")
-@every_optimizer
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_forwards_change_no_step(case, reentrant, batches):
-    assert_equal(case, *pair(recompute=reentrant), batches)
-
-
-@pytest.mark.feature("in-place activations")
-@every_optimizer
-def test_in_place_activations_change_no_step(case, batches):
-    assert_equal(case, *pair(inplace=True), batches)
-
-
-@pytest.mark.feature("modules called by keyword")
-@every_optimizer
-def test_calls_by_keyword_change_no_step(case, batches):
-    assert_equal(case, *pair(keyword=True), batches)
-
-
-@pytest.mark.feature("eval and no_grad forwards between steps")
-@every_optimizer
-def test_forwards_that_do_not_train_change_no_step(case, batches):
-    def validate(model, optimizer, x, y):
-        plain_step(model, optimizer, x, y)
-        with torch.no_grad():
-            model(100 * x)
-        model.eval()
-        model(100 * x)
-        model.train()
-        with torch.inference_mode():
-            model(100 * x)
-
-    assert_equal(case, *pair(), batches, validate)
+    assert_steps_alike(case, batches, clip, by_hand)
 
 
 @pytest.mark.feature("EMA copies")
@@ -152,67 +163,37 @@ def test_an_average_of_the_weights_may_be_kept_beside(case, batches):
     def averaged(model, optimizer, x, y):
         if not kept:
             kept.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)))
-        plain_step(model, optimizer, x, y)
+        plain(model, optimizer, x, y)
         kept[0].update_parameters(model)
         kept[0](100 * x).sum().backward()
 
-    model, twin = pair()
-    assert_equal(case, model, twin, batches, averaged)
-    for p, q in zip(kept[0].module.parameters(), twin.parameters(), strict=True):
-        assert p.isfinite().all() and not torch.equal(p, q)
-
-
-@pytest.mark.feature("channels_last")
-@every_optimizer
-def test_channels_last_changes_no_step(case, batches):
-    model, twin = pair()
-    twin = twin.to(memory_format=torch.channels_last)
-
-    def step(model, optimizer, x, y):
-        plain_step(model, optimizer, x.to(memory_format=torch.channels_last), y)
-
-    assert_equal(case, model, twin, batches, step)
+    trained = assert_steps_alike(case, batches, averaged)
+    assert not any(still(trained, weights(kept[0].module)))
+    assert all(p.isfinite().all() for p in kept[0].parameters())
 
 
 @pytest.mark.feature("freezing and thawing layers")
 @every_optimizer
 def test_a_layer_frozen_for_a_while_stands_still_and_goes_on(case, batches):
     model = Network().double()
-    optimizer = case.build(model)
-    layer = model.two[0]
+    optimizer, layer = case.build(model), model.two[0]
     for k, (x, y) in enumerate(batches):
         layer.requires_grad_(k not in (1, 2))
-        before = [p.detach().clone() for p in layer.parameters()]
-        plain_step(model, optimizer, x, y)
-        moved = [not torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True)]
-        assert moved == [k not in (1, 2)] * 2
-
-
-@pytest.mark.feature("two backward passes, losses added")
-@every_optimizer
-def test_two_losses_from_one_forward_are_their_sum(case, batches):
-    def both(model, optimizer, x, y):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        (0.25 * loss).backward(retain_graph=True)
-        (0.75 * loss).backward()
-        optimizer.step()
-
-    if case.cls.__name__ == "CanonicalSGD":
-        pytest.skip("g² is read at each backward: two of them are two gradients to it")
-    assert_equal(case, *pair(), batches, both)
+        before = weights(layer)
+        plain(model, optimizer, x, y)
+        assert still(layer, before) == [k in (1, 2)] * 2
 
 
 @pytest.mark.feature("deepcopy of a model in training")
 @every_optimizer
 def test_a_copy_trains_with_an_optimizer_of_its_own(case, batches):
-    model, _ = pair()
+    model = Network().double()
     optimizer = case.build(model)
-    plain_step(model, optimizer, *batches[0])
+    plain(model, optimizer, *batches[0])
     twin = copy.deepcopy(model)
     other = case.build(twin)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for x, y in batches[1:]:
-        plain_step(model, optimizer, x, y)
-        plain_step(twin, other, x, y)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+        plain(model, optimizer, x, y)
+        plain(twin, other, x, y)
+    assert_same(model, twin)

@@ -1,7 +1,6 @@
 """Random training programs: whatever is called in whatever order, nothing crashes, is skipped or turns NaN."""
 
 import copy
-import io
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from cases import OPTIMIZERS
+from helpers import through_a_file
 
 CLEAR = 1e-4  # a gradient this large must move its parameter
-
-
-class Tied(nn.Module):
-    """An autoencoder whose two layers share a weight, transposed by its use."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.two.weight = self.one.weight
-
-    def forward(self, x):
-        return self.three(torch.tanh(self.two(torch.tanh(self.one(x)))))
 
 
 class Language(nn.Module):
@@ -49,15 +37,19 @@ class Language(nn.Module):
         return self.head(self.norm(x[0] if isinstance(x, tuple) else x) * self.scale).mean(1)
 
 
-class Unused(nn.Module):
-    """A layer that no forward uses, and one that is called twice."""
+def tied():
+    """An autoencoder whose two layers share a weight."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[2].weight = model[0].weight
+    return model
 
-    def __init__(self):
-        super().__init__()
-        self.spare, self.twice, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x):
-        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+def unused():
+    """A layer that is called twice, and one that no forward uses."""
+    twice = nn.Linear(6, 6)
+    model = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(6, 3))
+    model[4].register_module("spare", nn.Linear(6, 6))
+    return model
 
 
 MODELS = {
@@ -79,8 +71,8 @@ MODELS = {
     ),
     "attention": lambda: Language(recurrent=False),
     "recurrent": lambda: Language(recurrent=True),
-    "tied": Tied,
-    "unused": Unused,
+    "tied": tied,
+    "unused": unused,
 }
 SHAPES = {"conv": (2, 4, 4), "transposed": (2, 4, 4), "attention": (5,), "recurrent": (5,)}
 OPERATIONS = [
@@ -193,13 +185,11 @@ class Machine:
         self.step_checked()
 
     def save_and_load(self, number: int) -> None:
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
-        file.seek(0)
+        saved = through_a_file(self.optimizer.state_dict())
         if number % 2:
             self.optimizer.detach()
             self.optimizer = self.build()
-        self.optimizer.load_state_dict(torch.load(file, weights_only=True))
+        self.optimizer.load_state_dict(saved)
 
     def copy(self, number: int) -> None:
         model, optimizer = copy.deepcopy((self.model, self.optimizer))

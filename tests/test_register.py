@@ -10,10 +10,8 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import evenstep
-from cases import OPTIMIZERS
 from evenstep.model import known_layers, layer_kinds
-
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from helpers import PAPER, descend, every_optimizer, is_finite, still, weights
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +26,7 @@ def table(optimizer):
 
 def train(model, optimizer, batches):
     for x in batches:
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
+        descend(optimizer, model(x).square().sum())
 
 
 def some_batches(*shape):
@@ -42,6 +38,76 @@ class OwnForward(nn.Linear):
 
     def forward(self, x):
         return functional.linear(x, self.weight) + self.bias
+
+
+class Conv1D(nn.Module):
+    """As Transformers has it: a Linear with its weight transposed."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, units) / 4), nn.Parameter(torch.zeros(units))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class GraphLinear(nn.Module):
+    """As torch_geometric has it; the weight may get its shape from the first input."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.units = units
+        if inputs > 0:
+            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
+        else:
+            self.weight = nn.parameter.UninitializedParameter()
+            self.hook = self.register_forward_pre_hook(self.initialize)
+        self.bias = nn.Parameter(torch.zeros(units))
+
+    @torch.no_grad()
+    def initialize(self, module, args):
+        self.weight.materialize((self.units, args[0].shape[-1]))
+        nn.init.normal_(self.weight)
+        self.hook.remove()
+
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(OwnForward, marks=pytest.mark.feature("register_layer"), id="registered"),
+        pytest.param(Conv1D, marks=pytest.mark.feature("Transformers' Conv1D"), id="Conv1D"),
+        pytest.param(GraphLinear, marks=pytest.mark.feature("torch_geometric's Linear"), id="torch_geometric"),
+    ],
+)
+def test_a_layer_like_a_linear_steps_like_one(case, layer):
+    if layer is OwnForward:
+        evenstep.register_layer(OwnForward, nn.Linear)
+    model, twin = (nn.Sequential(make(4, 6), nn.Tanh(), make(6, 2)).double() for make in (layer, nn.Linear))
+
+    def like_linears():
+        return [p.detach().T if layer is Conv1D and p.dim() > 1 else p.detach() for p in model.parameters()]
+
+    for p, q in zip(like_linears(), twin.parameters(), strict=True):
+        q.detach().copy_(p)
+    optimizer, other = case.build(model), case.build(twin)
+    assert table(optimizer) == table(other)
+    batches = some_batches(5, 3, 4)
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    assert_close(like_linears(), weights(twin))
+
+
+# registered
 
 
 class PerHead(nn.Module):
@@ -85,28 +151,7 @@ class Apart(nn.Module):
         return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
 
 
-# registered
-
-
-@pytest.mark.feature("register_layer")
-@every_optimizer
-def test_a_class_registered_like_a_linear_steps_like_one(case):
-    model, batches = nn.Sequential(OwnForward(4, 3), nn.Linear(3, 2)).double(), some_batches(6, 4)
-    twin = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
-    twin.load_state_dict(model.state_dict())
-    evenstep.register_layer(OwnForward, nn.Linear)
-    optimizer, other = case.build(model), case.build(twin)
-    assert table(optimizer) == table(other)
-    train(model, optimizer, batches)
-    train(twin, other, batches)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(p, q)
-
-
-UNDAMPED = {"damping": 0.0, "fresh_max": None, "trust": None}
-
-
-@pytest.mark.parametrize(("cls", "keywords"), [(evenstep.WhitenedSGD, UNDAMPED), (evenstep.FanInSGD, {})])
+@pytest.mark.parametrize(("cls", "keywords"), [(evenstep.WhitenedSGD, PAPER), (evenstep.FanInSGD, {})])
 def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for(cls, keywords):
     """Undamped, since damping is relative to the mean variance of a layer: of all heads here, of each there."""
     model, batches = PerHead().double(), some_batches(9, 4, 3)
@@ -170,42 +215,22 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
 # known by name, or built from known layers
 
 
-class Conv1D(nn.Module):
-    """As Transformers has it: a Linear with its weight transposed."""
-
-    def __init__(self, inputs, units):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, units) / 4), nn.Parameter(torch.zeros(units))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
-
-
-@pytest.mark.feature("Transformers' Conv1D")
-@every_optimizer
-def test_conv1d_steps_like_a_linear(case):
-    model, batches = nn.Sequential(Conv1D(4, 6), nn.Tanh(), Conv1D(6, 2)).double(), some_batches(5, 3, 4)
-    twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    with torch.no_grad():
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            q.copy_(p.T if p.dim() > 1 else p)
-    optimizer, other = case.build(model), case.build(twin)
-    assert table(optimizer) == table(other)
-    train(model, optimizer, batches)
-    train(twin, other, batches)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(p.T if p.dim() > 1 else p, q)
-
-
 def test_conv1d_called_by_keyword():
     model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
     optimizer = evenstep.UnitStep(model)
-    model(x=x).square().sum().backward()
-    optimizer.step()
+    descend(optimizer, model(x=x).square().sum())
     assert optimizer.state[model.weight]["mass"] > 0
+
+
+def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
+    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
+        evenstep.UnitStep(model)
+    model(batches[0])
+    optimizer = evenstep.UnitStep(model)
+    assert set(table(optimizer).values()) == {("whitened", "")}
+    train(model, optimizer, batches)
+    assert optimizer.state[model[0].weight]["mass"] > 0
 
 
 class LoRA(nn.Module):
@@ -229,10 +254,9 @@ def test_adapters_train_and_what_they_adapt_stays(case):
     assert {how for name, (how, _) in rows.items() if "base" in name} == {"frozen"}
     expected = {"plain"} if case.cls is evenstep.BlockNaturalSGD else {"whitened", "canonical", "fan-in"}
     assert {how for name, (how, _) in rows.items() if "base" not in name} <= expected
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights(model)
     train(model, optimizer, some_batches(5, 4))
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == ("base" in name)
+    assert still(model, before) == ["base" in name for name, _ in model.named_parameters()]
 
 
 # plain, and why
@@ -247,9 +271,9 @@ def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
     for part in ("original0", "original1"):
         assert rows[f"0.parametrizations.weight.{part}"] == ("plain", "its layer's weight is computed from it")
-    before = [p.detach().clone() for p in model.parameters()]
+    before = weights(model)
     train(model, optimizer, some_batches(5, 4))
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not any(still(model, before))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
@@ -275,71 +299,15 @@ def test_quantization_aware_layers_are_plain_until_registered(case):
     assert rows["0.weight"] == ("plain", "torch.ao.nn.qat.modules.linear.Linear has a forward of its own")
     evenstep.register_layer(type(model[0]), nn.Linear)
     twin = copy.deepcopy(model)
-    assert table(case.build(twin))["0.weight"] == table(case.build(twin))["1.weight"]
-    before = [p.detach().clone() for p in twin.parameters()]
-    train(twin, case.build(twin), [x.float() for x in some_batches(5, 4)])
-    assert all(p.isfinite().all() for p in twin.parameters())
-    assert not any(torch.equal(p, q) for p, q in zip(twin.parameters(), before, strict=True))
+    optimizer, before = case.build(twin), weights(twin)
+    assert table(optimizer)["0.weight"] == table(optimizer)["1.weight"]
+    train(twin, optimizer, [x.float() for x in some_batches(5, 4)])
+    assert is_finite(twin) and not any(still(twin, before))
 
 
 def test_functional_use_of_a_layer_warns():
     """The weight is used without a call of the layer, so that no hook sees its input."""
     layer = nn.Linear(3, 2)
     optimizer = evenstep.UnitStep(layer)
-    functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
-        optimizer.step()
-
-
-# torch_geometric's Linear
-
-
-class GraphLinear(nn.Module):
-    """As torch_geometric has it; the weight may get its shape from the first input."""
-
-    def __init__(self, inputs, units):
-        super().__init__()
-        self.units = units
-        if inputs > 0:
-            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
-        else:
-            self.weight = nn.parameter.UninitializedParameter()
-            self.hook = self.register_forward_pre_hook(self.initialize)
-        self.bias = nn.Parameter(torch.zeros(units))
-
-    @torch.no_grad()
-    def initialize(self, module, args):
-        self.weight.materialize((self.units, args[0].shape[-1]))
-        nn.init.normal_(self.weight)
-        self.hook.remove()
-
-    def forward(self, x):
-        return functional.linear(x, self.weight, self.bias)
-
-
-GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
-
-
-@pytest.mark.feature("torch_geometric's Linear")
-@every_optimizer
-def test_torch_geometrics_linear_steps_like_torchs(case):
-    model, batches = nn.Sequential(GraphLinear(4, 6), nn.Tanh(), GraphLinear(6, 2)).double(), some_batches(5, 4)
-    twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    twin.load_state_dict(model.state_dict())
-    optimizer, other = case.build(model), case.build(twin)
-    assert table(optimizer) == table(other)
-    train(model, optimizer, batches)
-    train(twin, other, batches)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(p, q)
-
-
-def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
-    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
-        evenstep.UnitStep(model)
-    model(batches[0])
-    optimizer = evenstep.UnitStep(model)
-    assert set(table(optimizer).values()) == {("whitened", "")}
-    train(model, optimizer, batches)
-    assert optimizer.state[model[0].weight]["mass"] > 0
+        descend(optimizer, functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum())
