@@ -16,7 +16,10 @@ from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.kinds import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
+from oracle import log_cosh
 
+UNGUARDED = {"fresh_max": None, "trust": None}
+PAPER = {"damping": 0.0, **UNGUARDED}
 GPU = torch.device(os.environ.get("EVENSTEP_GPU", "cuda"))
 CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
 
@@ -63,6 +66,54 @@ def backward(optimizer, model, device, step):
     loss = (model(tokens) - 1).square().mean() * (3.0 if step == 3 else 1.0)
     optimizer.zero_grad()
     loss.backward()
+
+
+class Forward(nn.Module):
+    """Named modules with a forward given as a function of the module and its inputs."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.function = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def randn(*shape):
+    """Normal random numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def fit(optimizer, model, batches, energy=log_cosh):
+    """Take a step on the mean of `energy` over each batch."""
+    for x, t in batches:
+        optimizer.zero_grad()
+        energy(model(x), t).mean().backward()
+        optimizer.step()
+
+
+def moved_by(optimizer, loss):
+    """How far a step on `loss` moves each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+
+
+def assert_same(model, other, **close):
+    """Compare parameters by name: bit by bit, or as close as `rtol` and `atol` say."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(q, p, msg=lambda m, name=name: f"{name}: {m}", **(close or {"rtol": 0, "atol": 0}))
+
+
+def assert_all_moved(model, before):
+    """Every parameter is finite and differs from `before`, a list."""
+    for (name, p), q in zip(model.named_parameters(), before, strict=True):
+        assert p.isfinite().all() and not torch.equal(p, q), name
 
 
 def states(optimizer, model):
