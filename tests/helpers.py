@@ -69,7 +69,7 @@ def backward(optimizer, model, device, step):
 
 
 class Forward(nn.Module):
-    """Named modules with a forward given as a function of the module and its inputs."""
+    """Named modules with a forward given as a function of the module and its input."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -77,8 +77,8 @@ class Forward(nn.Module):
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+    def forward(self, x):
+        return self.function(self, x)
 
 
 def randn(*shape):

@@ -211,13 +211,9 @@ def test_a_sparse_input_is_counted_but_has_no_moments(case, layout):
 
 
 def twice():
-    """A layer that a forward uses twice, and one it uses if asked."""
-
-    def forward(self, x, spare=False):
-        x = self.layer(torch.tanh(self.layer(x)) + 1)
-        return self.spare(x) if spare else x
-
-    return Forward(forward, layer=nn.Linear(3, 3), spare=nn.Linear(3, 3)).double()
+    """A layer that a forward uses twice, and one it does not use."""
+    layers = {"layer": nn.Linear(3, 3), "spare": nn.Linear(3, 3)}
+    return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers).double()
 
 
 def test_layer_called_several_times_has_one_update_from_pooled_moments():
@@ -260,7 +256,7 @@ def test_canonical_g2_of_a_layer_called_several_times(sizes):
 def test_unused_layer_is_left_alone_and_keeps_its_moments(case):
     model = twice()
     optimizer = case.build(model)
-    moved_by(optimizer, model(randn(5, 3), True).square().mean())
+    moved_by(optimizer, model.spare(model(randn(5, 3))).square().mean())
     kept = {k: v.clone() for k, v in optimizer.state[model.spare.weight].items()}
     moved = moved_by(optimizer, model(randn(5, 3)).square().mean())
     assert not moved[model.spare.weight].any() and not moved[model.spare.bias].any()
