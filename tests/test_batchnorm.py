@@ -372,6 +372,8 @@ def test_insert_refuses_a_skip_that_makes_no_sense(model, skip, part):
     assert_refuses(insert_batchnorm, model, part, skip=skip)
 
 
+ELSEWHERE = "torch.nn.utils.fusion", "torch.fx.experimental.optimization.fuse"
+NO_PAIR = "no batch norm", "attributes", "first", "after an activation", "own Sequential", "one inserted layer"
 NOT_FOLDED = {
     "no statistics": (lambda: normed(bn=nn.BatchNorm1d(3, track_running_stats=False)), "has no running statistics"),
     "no batch": (lambda: normed(bn=nn.BatchNorm1d(3)), "'1' (BatchNorm1d) has seen no batch yet"),
@@ -393,21 +395,12 @@ NOT_FOLDED = {
         lambda: changed(nn.Sequential(normed(), normed()), lambda m: m[1].eval()),
         "'1.1' (BatchNorm1d) is in eval mode, others are not; call model.eval() or model.train() first",
     ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_FOLDED)
-def test_fold_refuses_batch_norm_behind_a_layer_that_is_no_fixed_scale_and_shift(case):
-    make, part = NOT_FOLDED[case]
-    assert_refuses(fold_batchnorm, make(), part, "unchanged")
-
-
-def test_all_reasons_come_at_once():
-    model = nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnForward(3, 3)))
-    assert_refuses(fold_batchnorm, model, "'1.1' (OwnNorm) has", "'2.0' (OwnForward) has")
-
-
-NOTHING = {
+    "several": (
+        lambda: nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnForward(3, 3))),
+        "'1.1' (OwnNorm) has",
+        "'2.0' (OwnForward) has",
+    ),
+    # models without a pair, for which torch has a function
     "no batch norm": (linears, "Sequential must contain a BatchNorm1d, 2d or 3d directly behind"),
     "attributes": (lambda: changed(attributes(), lambda m: delattr(m, "b")), "got ['bn']"),
     "first": (lambda: nn.Sequential(seen(nn.BatchNorm1d(3)), nn.Linear(3, 3)), "got ['0']"),
@@ -417,10 +410,11 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("case", NOTHING)
-def test_fold_refuses_models_without_a_pair_and_names_what_torch_has(case):
-    make, part = NOTHING[case]
-    assert_refuses(fold_batchnorm, make(), part, "torch.nn.utils.fusion", "torch.fx.experimental.optimization.fuse")
+@pytest.mark.parametrize("case", NOT_FOLDED)
+def test_fold_refuses_what_is_no_fixed_scale_and_shift_behind_a_layer(case):
+    """All reasons come at once; for models without a pair the message says what torch has."""
+    make, *parts = NOT_FOLDED[case]
+    assert_refuses(fold_batchnorm, make(), *parts, *(ELSEWHERE if case in NO_PAIR else ["unchanged"]))
 
 
 # With an optimizer
