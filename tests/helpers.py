@@ -4,6 +4,7 @@ EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is 
 """
 
 import copy
+import importlib.util
 import os
 
 import pytest
@@ -84,6 +85,14 @@ class Forward(nn.Module):
 def randn(*shape):
     """Normal random numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def module_at(path):
+    """A Python file that belongs to no package, imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def fit(optimizer, model, batches, energy=log_cosh):
