@@ -103,6 +103,24 @@ def fit(optimizer, model, batches, energy=log_cosh):
         optimizer.step()
 
 
+def regression(count=6):
+    """A small network, a copy of it, and batches for both."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
+    return net, copy.deepcopy(net), [(torch.randn(8, 4) + 1, torch.randn(8, 2)) for _ in range(count)]
+
+
+def plain_loop(optimizer, net, batches, every=1, clip=None):
+    """The loop by hand that trainers are compared with: gradients of `every` batches a step, clipped or not."""
+    for k, (x, y) in enumerate(batches):
+        (nn.functional.mse_loss(net(x), y) / every).backward()
+        if (k + 1) % every == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
 def moved_by(optimizer, loss):
     """How far a step on `loss` moves each parameter."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
