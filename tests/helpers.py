@@ -5,14 +5,16 @@ EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is 
 
 import copy
 import importlib.util
+import io
 import os
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
 
-from cases import BY_HAND, TORCH_RULES
+from cases import BY_HAND, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.kinds import Look
 from evenstep.statistics.batch import LayerStatistics
@@ -23,6 +25,73 @@ UNGUARDED = {"fresh_max": None, "trust": None}
 PAPER = {"damping": 0.0, **UNGUARDED}
 GPU = torch.device(os.environ.get("EVENSTEP_GPU", "cuda"))
 CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
+
+
+every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def small_network():
+    """A network for `images`, with a norm, which is no covered layer."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    )
+
+
+def images(rows=8):
+    """Random images and their classes."""
+    return torch.randn(rows, 2, 4, 4) + 1, torch.randint(0, 3, (rows,))
+
+
+def classify(optimizer, model, batches):
+    """Take a step on the cross-entropy of each batch."""
+    fit(optimizer, model, batches, functional.cross_entropy)
+
+
+def descend(optimizer, loss):
+    """Take a step on a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def twins(build=small_network):
+    """A network and its copy."""
+    model = build()
+    return model, copy.deepcopy(model)
+
+
+def weights(model):
+    """Copies of all parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def still(model, before):
+    """Which parameters have not moved since `weights` copied them."""
+    return [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+
+
+def is_finite(model):
+    """Whether no parameter is NaN or infinite."""
+    return all(p.isfinite().all() for p in model.parameters())
+
+
+def same(left, right):
+    """Whether nested containers hold equal values, and tensors of the same dtype."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def through_a_file(saved):
+    """What is loaded from a file in which this was saved."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 class Net(nn.Module):
@@ -112,7 +181,7 @@ def regression(count=6):
 def plain_loop(optimizer, net, batches, every=1, clip=None):
     """The loop by hand that trainers are compared with: gradients of `every` batches a step, clipped or not."""
     for k, (x, y) in enumerate(batches):
-        (nn.functional.mse_loss(net(x), y) / every).backward()
+        (functional.mse_loss(net(x), y) / every).backward()
         if (k + 1) % every == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)

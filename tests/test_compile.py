@@ -17,13 +17,12 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same
+from helpers import Forward, assert_same, every_optimizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # dynamo's own, in torch 2.11
 ]
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 SOME = [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")]
 some_optimizers = pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}

@@ -22,11 +22,10 @@ from torch.testing import assert_close
 import evenstep
 import ranks
 from cases import OPTIMIZERS
-from helpers import assert_all_moved, assert_same
+from helpers import assert_all_moved, assert_same, every_optimizer
 
 QUICK = ["evenstep"]
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
 FSDP_JOBS = "sharded_equals_replicated", "sharded_with_nan_on_one_rank", "sharded_in_bf16"
 DDP_JOBS = "equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"
 

@@ -7,11 +7,8 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import evenstep
-from cases import OPTIMIZERS
 from evenstep.model.experts import ExpertsKind, two_rows
-from helpers import PAPER, assert_all_moved, assert_same
-
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from helpers import PAPER, assert_all_moved, assert_same, every_optimizer
 
 
 def table(optimizer):

@@ -10,12 +10,11 @@ from torch.testing import assert_close
 import evenstep
 from cases import OPTIMIZERS
 from evenstep.math.moments import batch_moments
-from helpers import assert_same
+from helpers import assert_same, every_optimizer
 
 pytestmark = pytest.mark.gpu
 COMPILED = ["evenstep", "whitened", "fan-in", "canonical", "unit", "whitened-adamw", "whitened-muon"]
 WATCHED = ["evenstep", "canonical", "whitened-adamw"]
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def rate(case):

@@ -3,10 +3,12 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
@@ -14,11 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 import oracle
-from cases import LAYERS, OPTIMIZERS
-from helpers import PAPER, Forward, assert_all_moved, assert_same, fit, moved_by, randn
-
-GUARDED = PAPER | {"trust": 0.1}
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from cases import LAYERS
+from helpers import PAPER, Forward, assert_all_moved, assert_same, every_optimizer, fit, moved_by, randn, weights
 
 
 def treatments(optimizer):
@@ -30,12 +29,24 @@ def reasons(optimizer):
     return {row.parameter: row.reason for row in optimizer.coverage()}
 
 
-def whitening(rows, layer, shared=1):
-    """Eq. 12's constants from a layer's input rows."""
+def assert_descends_on_v(optimizer, loss, model, names, rows, shared=1):
+    """A step on `loss(model)` is autograd's on the explicit v of the parameters `names`, a weight and its biases.
+
+    Constants are those of eq. 12 for the rows that the weight has met.
+    """
+    twin, lr = copy.deepcopy(model), optimizer.param_groups[0]["lr"]
+    weight, *biases = (twin.get_parameter(name).detach() for name in names)
+    layer = twin.get_submodule(names[0].rpartition(".")[0])
     mean, var = oracle.mean_var(rows)
-    return oracle.Constants(
-        mean, var.rsqrt(), torch.ones(oracle.units(layer)).double() * (oracle.fan_in(layer) * shared) ** -0.25
-    )
+    beta = torch.ones(oracle.units(layer)).double() * (oracle.fan_in(layer) * shared) ** -0.25
+
+    def on_w(w, b):
+        return loss(lambda x: functional_call(twin, dict(zip(names, [w, *b], strict=True)), x))
+
+    new, moved = oracle.descend_on_v(on_w, layer, weight, biases, oracle.Constants(mean, var.rsqrt(), beta), lr)
+    moved_by(optimizer, loss(model))
+    for name, expected in zip(names, [new, *moved], strict=True):
+        assert_close(model.get_parameter(name).detach(), expected)
 
 
 def biasless(grad, rows):
@@ -73,17 +84,6 @@ def test_coverage_prints_as_a_table_and_repr_summarizes_it():
     assert lines[3].split()[1:3] == ["LayerNorm", "plain"]
     assert len({line.index(word) for line, word in zip(lines[1:3], ["whitened"] * 2, strict=True)}) == 1
     assert repr(optimizer).endswith("coverage: 3 whitened, 2 plain")
-
-
-def test_coverage_names_cross_attention_after_the_first_step():
-    model = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
-    optimizer = evenstep.WhitenedSGD(model)
-    before = {row.parameter: row.reason for row in optimizer.coverage()}
-    moved_by(optimizer, model(randn(3, 4, 8), randn(3, 5, 8)).square().mean())
-    after = {row.parameter: row.reason for row in optimizer.coverage()}
-    changed = [name for name in before if before[name] != after[name]]
-    assert changed == ["multihead_attn.in_proj_weight", "multihead_attn.in_proj_bias"]
-    assert "no input seen so far" in after[changed[0]]
 
 
 @pytest.mark.filterwarnings("ignore:.*saw no input")
@@ -218,20 +218,11 @@ def twice():
 
 def test_layer_called_several_times_has_one_update_from_pooled_moments():
     """Rows of both calls are pooled, S is summed over calls, the gradient is the sum: one step on v."""
-    model = twice()
-    layer, x = copy.deepcopy(model.layer), randn(5, 3)
-    w, b = layer.weight.detach(), layer.bias.detach()
+    model, x = twice(), randn(5, 3)
+    met = torch.cat([x, torch.tanh(model.layer(x)) + 1]).detach()
     optimizer = evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
-    fit(optimizer, model, [(x, x)])
-    met = torch.cat([x, torch.tanh(F.linear(x, w, b)) + 1])
-
-    def loss(w, biases):
-        y = F.linear(torch.tanh(F.linear(x, w, biases[0])) + 1, w, biases[0])
-        return oracle.log_cosh(y, x).mean()
-
-    new, (bias,) = oracle.descend_on_v(loss, layer, w, [b], whitening(met, layer, shared=2), lr=0.2)
-    assert_close(model.layer.weight.detach(), new)
-    assert_close(model.layer.bias.detach(), bias)
+    names = ["layer.weight", "layer.bias"]
+    assert_descends_on_v(optimizer, lambda f: oracle.log_cosh(f(x), x).mean(), model, names, met, shared=2)
     assert optimizer.state[model.layer.weight]["sharing"] == 2
 
 
@@ -265,7 +256,7 @@ def test_unused_layer_is_left_alone_and_keeps_its_moments(case):
 
 
 def unused(model, optimizer):
-    moved_by(optimizer, model[1](randn(6, 3)).square().mean())
+    moved_by(optimizer, model.spare(randn(6, 3)).square().mean())
 
 
 def evaluated(model, optimizer):
@@ -280,24 +271,15 @@ def detached(model, optimizer):
 @pytest.mark.parametrize("pause", [unused, evaluated, detached])
 def test_without_new_statistics_a_layer_moves_by_the_moments_it_had(pause):
     """After a pause, in eval mode (fine-tuning), without hooks; the last two with one warning."""
-    model, x, other = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double(), 1 + randn(6, 3), randn(6, 3)
-    layer, optimizer = model[0], evenstep.WhitenedSGD(model, lr=0.1, **PAPER)
-    moved_by(optimizer, layer(x).square().mean())
+    model = Forward(lambda self, x: self.layer(x), layer=nn.Linear(3, 2), spare=nn.Linear(3, 2)).double()
+    x, other, optimizer = 1 + randn(6, 3), randn(6, 3), evenstep.WhitenedSGD(model, lr=0.1, **PAPER)
+    moved_by(optimizer, model(x).square().mean())
     pause(model, optimizer)
-    w, b = layer.weight.detach().clone(), layer.bias.detach().clone()
-    if pause is unused:
-        moved_by(optimizer, layer(other).square().mean())
-    else:
-        with pytest.warns(UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input"):
-            moved_by(optimizer, layer(other).square().mean())
-
-    def loss(w, biases):
-        return F.linear(other, w, biases[0]).square().mean()
-
-    new, (bias,) = oracle.descend_on_v(loss, layer, w, [b], whitening(x, layer), lr=0.1)
-    assert_close(layer.weight.detach(), new)
-    assert_close(layer.bias.detach(), bias)
-    moved_by(optimizer, layer(other).square().mean())  # a second warning would be an error
+    told = pytest.warns(UserWarning, match=r"layer 'layer' \(Linear\) has a gradient but saw no input")
+    with nullcontext() if pause is unused else told:
+        names = ["layer.weight", "layer.bias"]
+        assert_descends_on_v(optimizer, lambda f: f(other).square().mean(), model, names, x)
+    moved_by(optimizer, model(other).square().mean())  # a second warning would be an error
 
 
 # Tied weights
@@ -312,13 +294,8 @@ def tied(two, share_bias=False):
     return Forward(lambda self, x: self.two(torch.tanh(self.one(x)) + 1), one=one, two=two).double()
 
 
-def biases_of(model):
-    """The biases of both layers, one if they share it, and the rows that their weight meets for an input."""
-    biases = {id(m.bias): m.bias.detach().clone() for m in (model.one, model.two) if m.bias is not None}
-    return [*biases.values()]
-
-
 def rows_met(model, x):
+    """What their weight meets for an input."""
     return torch.cat([x, torch.tanh(model.one(x)) + 1]).detach()
 
 
@@ -326,33 +303,32 @@ def rows_met(model, x):
 def test_tied_weights_have_one_update_with_the_sum_of_their_biases(share_bias):
     """Autograd on the explicit coordinates of one weight and both biases, moments pooled over both places."""
     model, x = tied(nn.Linear(3, 3), share_bias), randn(6, 3)
-    w, biases, met = model.one.weight.detach().clone(), biases_of(model), rows_met(model, x)
-    optimizer = evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
+    met, optimizer = rows_met(model, x), evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
     assert treatments(optimizer)["one.weight"] == "whitened"
     assert reasons(optimizer)["one.weight"] == "tied: one, two"
-    fit(optimizer, model, [(x, x)])
+    names = ["one.weight", "one.bias", *([] if share_bias else ["two.bias"])]
+    assert_descends_on_v(optimizer, lambda f: oracle.log_cosh(f(x), x).mean(), model, names, met, shared=2)
 
-    def loss(w, b):
-        return oracle.log_cosh(F.linear(torch.tanh(F.linear(x, w, b[0])) + 1, w, b[-1]), x).mean()
 
-    new, moved = oracle.descend_on_v(loss, model.one, w, biases, whitening(met, model.one, shared=2), lr=0.2)
-    assert_close(model.one.weight.detach(), new)
-    assert_close(model.one.bias.detach(), moved[0])
-    assert_close(model.two.bias.detach(), moved[-1])
+def held_and_free(model, loss, lr):
+    """What a step on `loss(model)` moves each parameter by, by name: with a trust radius of 0.1, and without."""
+    twin = copy.deepcopy(model)
+    held = moved_by(evenstep.WhitenedSGD(model, lr=lr, **PAPER | {"trust": 0.1}), loss(model))
+    free = moved_by(evenstep.WhitenedSGD(twin, lr=lr, **PAPER), loss(twin))
+    return ({name: m[p] for name, p in net.named_parameters()} for net, m in ((model, held), (twin, free)))
 
 
 def test_trust_radius_of_tied_weights_holds_for_every_bias():
     """One factor for the weight and all its biases: the tightest of them."""
     model, x = tied(nn.Linear(3, 3)), randn(6, 3)
-    w, biases, free = model.one.weight.detach().clone(), biases_of(model), copy.deepcopy(model)
+    w, *biases = weights(model)
     mean, var = oracle.mean_var(rows_met(model, x))
-    held = moved_by(evenstep.WhitenedSGD(model, lr=5.0, **GUARDED), model(x).square().sum())
-    full = moved_by(evenstep.WhitenedSGD(free, lr=5.0, **PAPER), free(x).square().sum())
-    dw, dbiases = full[free.one.weight], [full[free.one.bias], full[free.two.bias]]
+    held, free = held_and_free(model, lambda f: f(x).square().sum(), lr=5.0)
+    dw, *dbiases = free.values()
     factor = oracle.trust_factors(model.one, w, biases, dw, dbiases, mean, var, var, 0.1)
     assert (factor < 1).all()
-    assert_close(held[model.one.weight], factor.view(-1, 1) * dw)
-    assert_close(held[model.two.bias], factor * dbiases[1])
+    assert_close(held["one.weight"], factor.view(-1, 1) * dw)
+    assert_close(held["two.bias"], factor * dbiases[1])
 
 
 def test_tied_weight_with_a_bias_at_one_place_only_takes_the_biasless_form():
@@ -447,14 +423,17 @@ def test_self_attention_whitens_in_proj_like_a_linear_by_hand(batch_first):
     assert_close(moved[attention.out_proj.bias], -rate * attention.out_proj.bias.grad)
 
 
-def test_cross_attention_takes_fan_in_coordinates():
+def test_cross_attention_takes_fan_in_coordinates_and_says_so_after_the_first_step():
     """in_proj then has three inputs, so it has no moments; S is the length of the query."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(attention, lr=0.3, **PAPER)
-    query, memory = randn(5, 3, 4), randn(5, 7, 4)
+    before, (query, memory) = reasons(optimizer), (randn(5, 3, 4), randn(5, 7, 4))
     moved = moved_by(optimizer, attention(query, memory, memory)[0].square().mean())
     for p in attention.parameters():
         assert_close(moved[p], -0.3 * p.grad / math.sqrt(4 * 3))
+    changed = {name: reason for name, reason in reasons(optimizer).items() if reason != before[name]}
+    assert [*changed] == ["in_proj_weight", "in_proj_bias"]
+    assert "no input seen so far" in changed["in_proj_weight"]
 
 
 def test_attention_with_other_key_sizes_takes_fan_in_for_each_projection():
@@ -650,17 +629,14 @@ def test_trust_radius_measures_the_whole_unit_whatever_is_frozen(frozen):
     layer, x = nn.Linear(4, 3).double(), 2 + randn(6, 4)
     nn.init.normal_(layer.bias, std=3.0)
     getattr(layer, frozen).requires_grad_(False)
-    w, b = layer.weight.detach().clone(), layer.bias.detach().clone()
-    free = copy.deepcopy(layer)
-    held = moved_by(evenstep.WhitenedSGD(layer, lr=30.0, **GUARDED), layer(x).square().mean())
-    full = moved_by(evenstep.WhitenedSGD(free, lr=30.0, **PAPER), free(x).square().mean())
+    w, b = weights(layer)
+    held, free = held_and_free(layer, lambda f: f(x).square().mean(), lr=30.0)
     # fan-in coordinates, which a bias alone has, are μ = 0 and α = 1
     mean, var = oracle.mean_var(x) if frozen == "bias" else (torch.zeros(4).double(), torch.ones(4).double())
-    dw, db = full[free.weight], full[free.bias]
-    factor = oracle.trust_factors(layer, w, [b], dw, [db], mean, var, var, 0.1)
+    factor = oracle.trust_factors(layer, w, [b], free["weight"], [free["bias"]], mean, var, var, 0.1)
     assert (factor < 1).all()
-    assert_close(held[layer.weight], factor.view(-1, 1) * dw)
-    assert_close(held[layer.bias], factor * db)
+    assert_close(held["weight"], factor.view(-1, 1) * free["weight"])
+    assert_close(held["bias"], factor * free["bias"])
 
 
 # Which forwards count

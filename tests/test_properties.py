@@ -14,10 +14,10 @@ from torch.testing import assert_close
 
 import evenstep
 import oracle
-from cases import LAYERS, OPTIMIZERS
+from cases import LAYERS
 from evenstep.math import change_of_variables as coordinates
 from evenstep.math import constants, frame, guards, moments, stepsize
-from helpers import UNGUARDED, assert_same, fit, randn
+from helpers import UNGUARDED, assert_same, every_optimizer, fit, randn
 
 
 def seeds():
@@ -104,9 +104,6 @@ def test_any_convolution_follows_the_loop(dtype, case, seed):
 
 
 # Order
-
-
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 @every_optimizer
