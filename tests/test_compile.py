@@ -166,19 +166,13 @@ def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
 @pytest.mark.feature("compiled model")
 @some_optimizers
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model_goes_through_autograds_compiler(case, name):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_every_kind_of_model_goes_through_real_compilers(case, name, backend):
+    if backend == "inductor" and name not in ("convolutions", "checkpointed"):
+        pytest.skip("takes long, and shows nothing that these two do not")
     rounding = {"rtol": 0.02, "atol": 0.002}  # bfloat16: compiled code rounds elsewhere
     close = rounding if name == "autocast" else CLOSE  # eager sums are added up in another order
-    assert_compiles_as_eager(case, name, "aot_eager", **close)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.feature("compiled model")
-@some_optimizers
-@pytest.mark.parametrize("name", ["convolutions", "checkpointed"])
-def test_inductor_trains_to_the_same_weights(case, name):
-    assert_compiles_as_eager(case, name, "inductor", **CLOSE)
+    assert_compiles_as_eager(case, name, backend, **close)
 
 
 @pytest.mark.feature("compiled model")
