@@ -4,6 +4,7 @@ EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is 
 """
 
 import copy
+import importlib.util
 import io
 import os
 
@@ -138,7 +139,7 @@ def backward(optimizer, model, device, step):
 
 
 class Forward(nn.Module):
-    """Named modules with a forward given as a function of the module and its inputs."""
+    """Named modules with a forward given as a function of the module and its input."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -146,13 +147,21 @@ class Forward(nn.Module):
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+    def forward(self, x):
+        return self.function(self, x)
 
 
 def randn(*shape):
     """Normal random numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def module_at(path):
+    """A Python file that belongs to no package, imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def fit(optimizer, model, batches, energy=log_cosh):
@@ -161,6 +170,24 @@ def fit(optimizer, model, batches, energy=log_cosh):
         optimizer.zero_grad()
         energy(model(x), t).mean().backward()
         optimizer.step()
+
+
+def regression(count=6):
+    """A small network, a copy of it, and batches for both."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
+    return net, copy.deepcopy(net), [(torch.randn(8, 4) + 1, torch.randn(8, 2)) for _ in range(count)]
+
+
+def plain_loop(optimizer, net, batches, every=1, clip=None):
+    """The loop by hand that trainers are compared with: gradients of `every` batches a step, clipped or not."""
+    for k, (x, y) in enumerate(batches):
+        (functional.mse_loss(net(x), y) / every).backward()
+        if (k + 1) % every == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
 
 
 def moved_by(optimizer, loss):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -31,15 +32,8 @@ class Constants(NamedTuple):
 
 
 def forward(layer, x, w, b):
-    """The layer's output on `x` with any weight and bias, by torch's functions."""
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, w, b)
-    rank = w.dim() - 3
-    if isinstance(layer, TRANSPOSED):
-        f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank]
-        return f(x, w, b, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
-    f = (F.conv1d, F.conv2d, F.conv3d)[rank]
-    return f(padded(layer, x), w, b, layer.stride, 0, layer.dilation, layer.groups)
+    """The layer's output on `x` with any weight and bias, as torch computes it."""
+    return functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, x)
 
 
 def padded(layer, x):
@@ -222,15 +216,18 @@ def block_matrix(mu, alpha2, beta2):
 
 def naive_gradients(layer, x, g, mu):
     """⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩: means over examples, sums over positions; g is ∂E/∂y of each example."""
-    if isinstance(layer, nn.Linear):
-        return naive_linear(x, g, mu)
-    wide = stuffed(layer, x, g) if isinstance(layer, TRANSPOSED) else padded(layer, x)
+    offsets = [*itertools.product(*map(range, getattr(layer, "kernel_size", ())))]
+    if isinstance(layer, nn.Linear):  # a convolution that meets one position
+        x, g = (t.movedim(-1, 1) for t in (x, g))
+        wide = x
+    else:
+        wide = stuffed(layer, x, g) if isinstance(layer, TRANSPOSED) else padded(layer, x)
     channel, unit = places(layer)
     on_weight, on_bias = torch.zeros(channel.shape).double(), torch.zeros(units(layer)).double()
     for b, at in itertools.product(range(len(x)), itertools.product(*map(range, g.shape[2:]))):
         here = g[b][(slice(None), *at)]
         on_bias += here
-        for offset in itertools.product(*map(range, layer.kernel_size)):
+        for offset in offsets:
             met = wide[b][(slice(None), *meets(layer, at, offset))] - mu
             tap = (slice(None), slice(None), *offset)
             on_weight[tap] += here[unit[tap]] * met[channel[tap]]
@@ -239,20 +236,11 @@ def naive_gradients(layer, x, g, mu):
 
 def meets(layer, at, offset):
     """Where in the padded, or stuffed, input the kernel's `offset` falls for the output position `at`."""
+    if isinstance(layer, nn.Linear):
+        return at
     if isinstance(layer, TRANSPOSED):
         return [u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)]
     return [u * s + d * o for u, s, d, o in zip(at, layer.stride, layer.dilation, offset, strict=True)]
-
-
-def naive_linear(x, g, mu):
-    """As `naive_gradients`, for a Linear on vectors or sequences."""
-    on_weight, on_bias = torch.zeros(g.shape[-1], x.shape[-1]).double(), torch.zeros(g.shape[-1]).double()
-    for at in itertools.product(*map(range, x.shape[:-1])):
-        for j in range(g.shape[-1]):
-            on_bias[j] += g[at][j]
-            for i in range(x.shape[-1]):
-                on_weight[j, i] += g[at][j] * (x[at][i] - mu[i])
-    return on_weight / len(x), on_bias / len(x)
 
 
 def quasi_diagonal(layer, on_weight, on_bias, c):

@@ -13,16 +13,20 @@ import evenstep
 from evenstep import options
 
 ROOT = Path(evenstep.__file__).parent
-ORDER = [  # a package or file imports what stands before it alone
+ORDER = [  # a package or file imports what stands before it alone, but for the types of annotations
     "math",
     "options",
-    "kernels",
+    "foreach",
+    "coordinates",
     "weight_decay",
-    "parallel",
+    "kernels",
+    "parallel.__init__",
+    "parallel.dtensor",
     "model",
     "statistics",
-    "step",
     "rules",
+    "step",
+    "parallel.reduce",
     "torch_optimizer",
     "optimizers",
     "whitened",
@@ -31,52 +35,62 @@ ORDER = [  # a package or file imports what stands before it alone
     "__init__",
     "__main__",
 ]
+LIBRARY = sorted(p for p in ROOT.rglob("*.py") if "lab" not in p.relative_to(ROOT).parts)
 
 
-def imports(path: Path, types: bool = True) -> set[str]:
-    """Every dotted name that a file imports, relative ones as evenstep.x; without `types`, what it needs to run."""
+def imports(path: Path) -> set[str]:
+    """Every dotted name that a file needs to run, those of the package as evenstep.x."""
+    package = ["evenstep", *path.relative_to(ROOT).parent.parts]
     found = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if types or not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = f"evenstep.{node.module}".rstrip(".None") if node.level else node.module
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return found
 
 
-def resolved(path: Path) -> set[str]:
+def place(module: str) -> int | None:
+    """The place in ORDER of a dotted name below the package, if it is a module there."""
+    return next((k for k, name in enumerate(ORDER) if f"{module}.".startswith(f"{name}.")), None)
+
+
+def own(path: Path) -> set[str]:
     """The modules of the package that a file imports, as dotted names below it."""
-    package = ["evenstep", *path.relative_to(ROOT).parent.parts]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return {name.removeprefix("evenstep.") for name in found if name.startswith("evenstep.")}
+    return {name.removeprefix("evenstep.") for name in imports(path) if name.startswith("evenstep.")}
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    here = place(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert here is not None, "has no place in ORDER"
+    later = {name for name in own(path) if (place(name) or 0) > here}
+    assert not later and (path.stem == "__main__" or not any(name.startswith("lab") for name in own(path)))
+
+
+def test_no_two_modules_share_a_name():
+    names = [path.stem for path in LIBRARY if path.stem != "__init__"]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "math").glob("*.py")), ids=lambda p: p.stem)
 def test_math_is_pure(path):
-    assert all(name.split(".")[0] == "math" for name in resolved(path)), resolved(path)
+    assert all(name.split(".")[0] == "math" for name in own(path)), own(path)
     assert not any(i.startswith("torch.") and i != "torch.Tensor" for i in imports(path)), imports(path)
     assert "nn." not in path.read_text(encoding="utf-8")
 
 
 def test_hooks_are_registered_in_one_file():
-    users = {
-        p.relative_to(ROOT)
-        for p in ROOT.rglob("*.py")
-        if "lab" not in p.relative_to(ROOT).parts
-        and ("register_forward" in p.read_text() or ".register_hook" in p.read_text())
-    }
-    assert users == {Path("statistics/hooks.py")}
+    users = {p for p in LIBRARY if "register_forward" in p.read_text() or ".register_hook" in p.read_text()}
+    assert users == {ROOT / "statistics" / "hooks.py"}
 
 
 def test_one_file_draws():
-    drawing = [p for p in ROOT.rglob("*.py") if any(i.startswith("matplotlib") for i in imports(p, types=False))]
+    drawing = [p for p in ROOT.rglob("*.py") if any(i.startswith("matplotlib") for i in imports(p))]
     assert drawing == [ROOT / "lab" / "drawing.py"]
 
 

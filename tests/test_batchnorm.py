@@ -15,8 +15,10 @@ from torch.testing import assert_close
 
 import evenstep
 from evenstep.batchnorm import BatchNormed, fold_batchnorm, insert_batchnorm
+from helpers import Forward, assert_all_moved, randn
 
-SPATIAL = {
+KINDS = {  # the layer's class, its spatial dimensions, further arguments
+    "linear": (nn.Linear, 0, {}),
     "conv1d": (nn.Conv1d, 1, {}),
     "conv2d-stride": (nn.Conv2d, 2, {"stride": 2, "padding": 1}),
     "conv2d-reflect": (nn.Conv2d, 2, {"padding": 1, "padding_mode": "reflect"}),
@@ -27,16 +29,15 @@ SPATIAL = {
     "transpose2d-groups": (nn.ConvTranspose2d, 2, {"groups": 2, "stride": 2}),
     "transpose3d-groups": (nn.ConvTranspose3d, 3, {"groups": 4}),
 }
-NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+NORMS = nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # by spatial dimensions
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def layer_and_inputs(kind, bias):
     """A layer of 4 inputs and 8 units, and a batch with means and variances of its own."""
-    if kind == "linear":
-        return nn.Linear(4, 8, bias=bias).double(), torch.randn(16, 4).double() * 3 + 1
-    cls, rank, options = SPATIAL[kind]
-    return cls(4, 8, 3, bias=bias, **options).double(), torch.randn(6, 4, *[5] * rank).double() * 3 + 1
+    cls, rank, options = KINDS[kind]
+    layer = cls(4, 8, *([3] if rank else []), bias=bias, **options).double()
+    return layer, randn(6 if rank else 16, 4, *[5] * rank) * 3 + 1
 
 
 def head(out):
@@ -112,19 +113,6 @@ def assert_refuses(operation, model, *parts, **options):
         assert_close(model.state_dict()[name], state[name], rtol=0, atol=0, equal_nan=True)
 
 
-class Forward(nn.Module):
-    """Named modules with a forward given as a function."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self.function = forward
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
 def attributes():
     """A Linear and its batch norm as attributes, a pair that only a trace of the forward can find."""
     bn = seen(nn.BatchNorm1d(3))
@@ -134,22 +122,31 @@ def attributes():
 # Inserted, trained, folded
 
 
+def own_norm(kind, affine):
+    """A batch norm behind a layer of `layer_and_inputs`, as a model has it from the start."""
+    return NORMS[KINDS[kind][1]](8, affine=affine, eps=0.1).double()
+
+
+@pytest.mark.parametrize("norm", ["inserted", "own", "own, not affine"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", ["linear", *SPATIAL])
-def test_insert_train_fold_keeps_the_function_and_restores_names(kind, bias):
+@pytest.mark.parametrize("kind", KINDS)
+def test_folding_after_training_keeps_the_function_and_restores_names(kind, bias, norm):
     layer, x = layer_and_inputs(kind, bias)
-    model = nn.Sequential(layer, *head(layer(x)))
+    own = [] if norm == "inserted" else [own_norm(kind, affine=norm == "own")]
+    model = nn.Sequential(layer, *own, *head(layer(x)))
     weight, before = layer.weight, layer.weight.detach().clone()
-    assert insert_batchnorm(model) is model
-    assert isinstance(model[0], BatchNormed) and type(model[3]) is nn.Linear
-    train(model, x)
-    assert_fold_keeps_the_function(model, x)
+    if not own:
+        assert insert_batchnorm(model) is model
+        assert isinstance(model[0], BatchNormed) and type(model[-1]) is nn.Linear
+    assert_fold_keeps_the_function(train(model, x), x)
     assert model[0] is layer and layer.weight is weight and isinstance(layer.bias, nn.Parameter)
-    assert list(model.state_dict()) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    assert not own or type(model[1]) is nn.Identity
+    last = len(model) - 1
+    assert list(model.state_dict()) == ["0.weight", "0.bias", f"{last}.weight", f"{last}.bias"]
     assert (weight - before).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", ["linear", *SPATIAL])
+@pytest.mark.parametrize("kind", KINDS)
 def test_fresh_batch_norm_only_divides_by_the_root_of_one_plus_eps(kind):
     layer, x = layer_and_inputs(kind, True)
     expected = layer(x).detach() / (1 + 1e-5) ** 0.5
@@ -174,7 +171,7 @@ def one_by_one(self, x):
 @pytest.mark.parametrize("forward", [twice, data_dependent, one_by_one])
 def test_inserted_batch_norm_is_folded_under_any_forward(forward):
     model = Forward(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
-    x = torch.randn(8, 3).double()
+    x = randn(8, 3)
     train(insert_batchnorm(model), x)
     assert_fold_keeps_the_function(model, x)
     assert type(model.a) is nn.Linear
@@ -204,7 +201,7 @@ def test_copies_are_folded_on_their_own(again):
 def test_an_inserted_layer_takes_its_arguments_and_can_be_traced():
     model = insert_batchnorm(nn.Sequential(nn.ConvTranspose1d(2, 2, 3, stride=2), nn.Conv1d(2, 1, 1)))
     assert model[0](torch.randn(3, 2, 5), output_size=[12]).shape[-1] == 12
-    assert fx.symbolic_trace(insert_batchnorm(linears()))(torch.randn(5, 3).double()).shape == (5, 3)
+    assert fx.symbolic_trace(insert_batchnorm(linears()))(randn(5, 3)).shape == (5, 3)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (3,)])
@@ -217,22 +214,10 @@ def test_a_linear_on_sequences_raises_in_its_forward(shape):
 # Folding a model's own batch norm
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", ["linear", *SPATIAL])
-def test_batch_norm_in_a_sequential_is_folded(kind, bias, affine):
-    layer, x = layer_and_inputs(kind, bias)
-    bn = NORMS[SPATIAL[kind][1] if kind in SPATIAL else 1](8, affine=affine, eps=0.1).double()
-    model = train(nn.Sequential(layer, bn, *head(layer(x))), x)
-    assert_fold_keeps_the_function(model, x)
-    assert type(model[1]) is nn.Identity
-    assert list(model.state_dict()) == ["0.weight", "0.bias", "4.weight", "4.bias"]
-
-
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d-stride", "conv2d-groups", "conv3d"])
 def test_weights_are_those_of_torch_fusion(kind):
     layer, _ = layer_and_inputs(kind, False)
-    bn = seen(NORMS[SPATIAL[kind][1] if kind in SPATIAL else 1](8).double())
+    bn = seen(own_norm(kind, affine=True))
     fuse = fusion.fuse_linear_bn_eval if kind == "linear" else fusion.fuse_conv_bn_eval
     expected = fuse(layer.eval(), bn.eval())
     fold_batchnorm(nn.Sequential(layer, bn))
@@ -240,25 +225,24 @@ def test_weights_are_those_of_torch_fusion(kind):
     assert_close(layer.bias, expected.bias, **EXACT)
 
 
-def without_shift(bn):
-    bn.register_parameter("bias", None)
+def synchronized(model):
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def without_count(bn):
+def without_shift(model):
+    model[1].register_parameter("bias", None)
+    return model
+
+
+def without_count(model):
     """As loaded from old checkpoints."""
-    bn.num_batches_tracked = None
+    model[1].num_batches_tracked = None
+    return model
 
 
-@pytest.mark.parametrize("change", [without_shift, without_count])
+@pytest.mark.parametrize("change", [synchronized, without_shift, without_count])
 def test_unusual_batch_norm_is_folded(change):
-    model = normed(bn=changed(seen(nn.BatchNorm1d(3)), change))
-    assert_fold_keeps_the_function(model, torch.randn(4, 3).double())
-
-
-def test_synchronized_batch_norm_is_folded():
-    model = train(insert_batchnorm(linears()), torch.randn(8, 3).double())
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert_fold_keeps_the_function(model, torch.randn(4, 3).double())
+    assert_fold_keeps_the_function(change(normed()), randn(4, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -272,21 +256,16 @@ def test_low_precision_rounds_once(dtype):
     assert_close(model[0].weight.double(), layer.weight * scale[:, None], rtol=2**-8, atol=0)
 
 
-def test_a_new_bias_is_frozen_like_its_weight():
-    model = normed(nn.Linear(3, 3, bias=False)).requires_grad_(False)
-    fold_batchnorm(model)
-    assert not model[0].weight.requires_grad and not model[0].bias.requires_grad
-
-
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_mode_is_kept(mode):
-    model = fold_batchnorm(normed().train(mode))
+def test_a_new_bias_is_frozen_like_its_weight_and_the_mode_is_kept(mode):
+    model = fold_batchnorm(normed(nn.Linear(3, 3, bias=False)).requires_grad_(False).train(mode))
+    assert not model[0].weight.requires_grad and not model[0].bias.requires_grad
     assert {m.training for m in model.modules()} == {mode}
 
 
 def test_batch_norm_behind_no_layer_of_a_sequential_is_left_to_torch():
     """The warning's advice works: torch.fx.experimental.optimization.fuse folds the rest."""
-    model, x = attributes(), torch.randn(4, 3).double()
+    model, x = attributes(), randn(4, 3)
     with pytest.warns(UserWarning, match=r"left 'bn' alone.*torch\.nn\.utils\.fusion.*optimization\.fuse"):
         assert_fold_keeps_the_function(model, x)
     assert type(model.bn) is nn.BatchNorm1d and type(model.b[1]) is nn.Identity
@@ -393,6 +372,8 @@ def test_insert_refuses_a_skip_that_makes_no_sense(model, skip, part):
     assert_refuses(insert_batchnorm, model, part, skip=skip)
 
 
+ELSEWHERE = "torch.nn.utils.fusion", "torch.fx.experimental.optimization.fuse"
+NO_PAIR = "no batch norm", "attributes", "first", "after an activation", "own Sequential", "one inserted layer"
 NOT_FOLDED = {
     "no statistics": (lambda: normed(bn=nn.BatchNorm1d(3, track_running_stats=False)), "has no running statistics"),
     "no batch": (lambda: normed(bn=nn.BatchNorm1d(3)), "'1' (BatchNorm1d) has seen no batch yet"),
@@ -414,21 +395,12 @@ NOT_FOLDED = {
         lambda: changed(nn.Sequential(normed(), normed()), lambda m: m[1].eval()),
         "'1.1' (BatchNorm1d) is in eval mode, others are not; call model.eval() or model.train() first",
     ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_FOLDED)
-def test_fold_refuses_batch_norm_behind_a_layer_that_is_no_fixed_scale_and_shift(case):
-    make, part = NOT_FOLDED[case]
-    assert_refuses(fold_batchnorm, make(), part, "unchanged")
-
-
-def test_all_reasons_come_at_once():
-    model = nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnForward(3, 3)))
-    assert_refuses(fold_batchnorm, model, "'1.1' (OwnNorm) has", "'2.0' (OwnForward) has")
-
-
-NOTHING = {
+    "several": (
+        lambda: nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnForward(3, 3))),
+        "'1.1' (OwnNorm) has",
+        "'2.0' (OwnForward) has",
+    ),
+    # models without a pair, for which torch has a function
     "no batch norm": (linears, "Sequential must contain a BatchNorm1d, 2d or 3d directly behind"),
     "attributes": (lambda: changed(attributes(), lambda m: delattr(m, "b")), "got ['bn']"),
     "first": (lambda: nn.Sequential(seen(nn.BatchNorm1d(3)), nn.Linear(3, 3)), "got ['0']"),
@@ -438,10 +410,11 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("case", NOTHING)
-def test_fold_refuses_models_without_a_pair_and_names_what_torch_has(case):
-    make, part = NOTHING[case]
-    assert_refuses(fold_batchnorm, make(), part, "torch.nn.utils.fusion", "torch.fx.experimental.optimization.fuse")
+@pytest.mark.parametrize("case", NOT_FOLDED)
+def test_fold_refuses_what_is_no_fixed_scale_and_shift_behind_a_layer(case):
+    """All reasons come at once; for models without a pair the message says what torch has."""
+    make, *parts = NOT_FOLDED[case]
+    assert_refuses(fold_batchnorm, make(), *parts, *(ELSEWHERE if case in NO_PAIR else ["unchanged"]))
 
 
 # With an optimizer
@@ -484,10 +457,10 @@ def test_training_goes_on_after_folding(way):
     else:
         optimizer.refresh()
     assert {row.parameter for row in optimizer.coverage() if row.treatment == "whitened"} == set(model.state_dict())
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = [p.detach().clone() for p in model.parameters()]
     after = losses(model, optimizer, x, y, 40)
     assert after[-1] < 0.8 * after[0]
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert_all_moved(model, before)
 
 
 def test_a_refreshed_optimizer_is_saved_like_a_new_one():
@@ -504,7 +477,7 @@ def test_a_refreshed_optimizer_is_saved_like_a_new_one():
 
 
 def test_hooks_of_an_attached_optimizer_do_not_prevent_folding():
-    model, x = normed(), torch.randn(8, 3).double()
+    model, x = normed(), randn(8, 3)
     optimizer = evenstep.WhitenedSGD(model, lr=0.1)
     train(model, x, optimizer)
     assert_fold_keeps_the_function(model, x)

@@ -8,54 +8,12 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.torch_optimizer.two_optimizers import claim, release
 
 CLASSES = [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.BlockNaturalSGD]
 
 
 def network():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-class Bare:
-    """An optimizer as `claim` sees it."""
-
-    def __init__(self, *params):
-        self.param_groups = [{"params": list(params)}]
-
-
-# the registry
-
-
-def test_a_claim_on_claimed_parameters_names_the_rival_and_counts_them():
-    a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    first, second = Bare(a, b), Bare(b, c)
-    assert claim(first) is None
-    assert claim(second).startswith("1 of its 2 parameters are also trained by another optimizer, a Bare that is")
-    release(first)
-    assert claim(second) is None
-
-
-def test_a_deleted_optimizer_in_a_cycle_claims_nothing():
-    p = nn.Parameter(torch.zeros(1))
-    first, second = Bare(p), Bare(p)
-    first.itself = first
-    claim(first)
-    gc.disable()
-    try:
-        del first
-        assert claim(second) is None
-    finally:
-        gc.enable()
-
-
-def test_frozen_parameters_are_nobodys():
-    p = nn.Parameter(torch.zeros(1), requires_grad=False)
-    first, second = Bare(p), Bare(p)
-    assert claim(first) is None and claim(second) is None
-
-
-# the optimizers
 
 
 @pytest.mark.parametrize("first", CLASSES)
@@ -96,6 +54,22 @@ def after_deletion(model):
     return evenstep.UnitStep(model)
 
 
+def after_deletion_in_a_cycle(model):
+    first = evenstep.UnitStep(model)
+    first.itself = first
+    gc.disable()
+    try:
+        del first
+        return evenstep.UnitStep(model)
+    finally:
+        gc.enable()
+
+
+def on_frozen_parameters(model):
+    model.requires_grad_(False)
+    return evenstep.UnitStep(model), evenstep.UnitStep(model)
+
+
 def without_a_model(model):
     return evenstep.UnitStep(model.parameters()), evenstep.UnitStep(model)
 
@@ -110,9 +84,11 @@ def refreshed(model):
     return optimizer
 
 
-@pytest.mark.parametrize(
-    "build", [without_overlap, after_detach, after_deletion, without_a_model, on_another_model, refreshed]
-)
+SILENT = [without_overlap, after_detach, after_deletion, after_deletion_in_a_cycle]
+SILENT += [on_frozen_parameters, without_a_model, on_another_model, refreshed]
+
+
+@pytest.mark.parametrize("build", SILENT)
 def test_optimizers_that_do_not_meet_are_silent(build):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 import evenstep
 import ranks
 from cases import OPTIMIZERS
+from helpers import assert_all_moved, assert_same, every_optimizer
 
 QUICK = ["evenstep"]
-FSDP_JOBS = ["sharded_equals_replicated", "sharded_with_nan_on_one_rank", "sharded_in_bf16"]
-DDP_JOBS = ["equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"]
+CLOSE = {"rtol": 1e-6, "atol": 1e-8}
+FSDP_JOBS = "sharded_equals_replicated", "sharded_with_nan_on_one_rank", "sharded_in_bf16"
+DDP_JOBS = "equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"
 
 
 class Net(nn.Module):
@@ -50,6 +54,11 @@ def batches(number, size, dtype=torch.float64):
     return list(zip(x.to(dtype), x.mean((2, 3, 4))[..., None].to(dtype), strict=True))
 
 
+def shared(*sizes):
+    """This rank's share of `batches`."""
+    return [(ranks.share(x), ranks.share(y)) for x, y in batches(*sizes)]
+
+
 def steps(model, optimizer, data):
     """Train on whole batches."""
     for x, y in data:
@@ -67,12 +76,10 @@ def same_everywhere(model, optimizer):
 def equals_one_process(case):
     model = Net().double()
     alone = copy.deepcopy(model)
-    data = batches(8, 6)
-    steps(alone, case.build(alone, process_group=False), data)
+    steps(alone, case.build(alone, process_group=False), batches(8, 6))
     optimizer = case.build(model)
-    steps(DistributedDataParallel(model), optimizer, [(ranks.share(x), ranks.share(y)) for x, y in data])
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+    steps(DistributedDataParallel(model), optimizer, shared(8, 6))
+    assert_same(model, alone, **CLOSE)
     return True
 
 
@@ -89,7 +96,7 @@ def replicas_stay_equal(case):
                 mse_loss(ddp(ranks.share(x[:size])), ranks.share(y[:size])).backward()
         optimizer.step()
     assert same_everywhere(model, optimizer)
-    assert not any(torch.equal(p, q) or not p.isfinite().all() for p, q in zip(model.parameters(), start, strict=True))
+    assert_all_moved(model, start)
     return True
 
 
@@ -98,7 +105,7 @@ def nan_on_one_rank(case):
     model = Net()
     optimizer = case.build(model)
     ddp = DistributedDataParallel(model)
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(4, 6, torch.float32)]
+    data = shared(4, 6, torch.float32)
     steps(ddp, optimizer, data[:2])
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for averaged in (True, False):
@@ -146,6 +153,11 @@ def one_rank_without_rows(case):
     return True
 
 
+def whole_weights(model):
+    """Copies of all parameters, gathered from their shards."""
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
 def fully_sharded(model, **options):
     """The model under FSDP2; the layer of one row leaves one of two ranks without any."""
     fully_shard(model.hidden, **options)
@@ -153,16 +165,14 @@ def fully_sharded(model, **options):
 
 
 def sharded_equals_replicated(case):
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(8, 6)]
+    data = shared(8, 6)
     model = Net().double()
     twin = copy.deepcopy(model)
     steps(DistributedDataParallel(model), case.build(model, exclude=["up.*"]), data)
     optimizer = case.build(fully_sharded(twin))
-    assert any("not its units" in row.reason for row in optimizer.coverage()) or optimizer.coordinates == "plain"
+    assert any("not its units" in row.reason for row in optimizer.coverage()) or optimizer.coordinates.name == "plain"
     steps(twin, optimizer, data)
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        whole = q.full_tensor()
-        torch.testing.assert_close(whole, p, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+    assert_close(whole_weights(twin), list(model.parameters()), **CLOSE)
     for p in twin.parameters():
         for name, value in optimizer.state[p].items():
             of_rows = name not in ("mx", "vx", "mg2") and value.shape[:1] == p.shape[:1]
@@ -173,9 +183,9 @@ def sharded_equals_replicated(case):
 def sharded_with_nan_on_one_rank(case):
     model = Net().double()
     optimizer = case.build(fully_sharded(model))
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
+    data = shared(3, 6)
     steps(model, optimizer, data[:1])
-    before = [p.full_tensor().clone() for p in model.parameters()]
+    before = whole_weights(model)
     optimizer.zero_grad()
     mse_loss(model(data[1][0]), data[1][1]).backward()
     if ranks.rank() == 1:
@@ -184,19 +194,19 @@ def sharded_with_nan_on_one_rank(case):
         warnings.simplefilter("ignore")
         optimizer.step()
     assert optimizer.nonfinite_steps == 1
-    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, whole_weights(model), before))
     steps(model, optimizer, data[2:])
-    assert not any(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not any(map(torch.equal, whole_weights(model), before))
     return True
 
 
 def sharded_in_bf16(case):
     model = fully_sharded(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = case.build(model)
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    steps(model, optimizer, [(ranks.share(x), ranks.share(y)) for x, y in batches(5, 6, torch.bfloat16)])
-    for p, q in zip(model.parameters(), before, strict=True):
-        assert p.dtype == torch.float32 and p.full_tensor().isfinite().all() and not torch.equal(p.full_tensor(), q)
+    before = whole_weights(model)
+    steps(model, optimizer, shared(5, 6, torch.bfloat16))
+    for p, q in zip(whole_weights(model), before, strict=True):
+        assert p.dtype == torch.float32 and p.isfinite().all() and not torch.equal(p, q)
     for state in optimizer.state.values():
         for name in sorted({"mx", "vx"} & set(state)):
             assert state[name].dtype == torch.float32
@@ -204,11 +214,11 @@ def sharded_in_bf16(case):
     return True
 
 
-def trained(case, folder, wrap):
+def trained(case, folder):
     """Train, save with DCP, go on: the weights at the end."""
-    model = wrap(Net().double())
+    model = fully_sharded(Net().double())
     optimizer = case.build(model)
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(6, 6)]
+    data = shared(6, 6)
     steps(model, optimizer, data[:3])
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(saved, checkpoint_id=folder)
@@ -216,20 +226,16 @@ def trained(case, folder, wrap):
     return whole_weights(model)
 
 
-def resumed(case, folder, wrap):
+def resumed(case, folder):
     """Another network that goes on from there, with its share of the same batches."""
     torch.manual_seed(1)
-    model = wrap(Net().double())
+    model = fully_sharded(Net().double())
     optimizer = case.build(model)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    steps(model, optimizer, [(ranks.share(x), ranks.share(y)) for x, y in batches(6, 6)[3:]])
+    steps(model, optimizer, shared(6, 6)[3:])
     return whole_weights(model)
-
-
-def whole_weights(model):
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
 def other_groups():
@@ -273,9 +279,9 @@ def moments_of_uneven_batches():
             weights.append(list(model.parameters()))
         for key in states[0]:
             for name in {"mx", "vx", "mg2", "mass", "sharing"} & set(states[0][key]):
-                torch.testing.assert_close(states[0][key][name], states[1][key][name], msg=f"{reduction} {name}")
+                assert_close(states[0][key][name], states[1][key][name], msg=f"{reduction} {name}")
         if reduction == "sum":  # every example then has the same weight, whichever rank has it
-            torch.testing.assert_close(*weights)
+            assert_close(*weights)
     return True
 
 
@@ -286,9 +292,7 @@ def moments_far_from_zero():
     x = 3e4 + torch.randn(64, 3)
     model(ranks.share(x)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(
-        optimizer.state[model.weight]["vx"], x.double().var(0, correction=0).float(), rtol=1e-4, atol=0
-    )
+    assert_close(optimizer.state[model.weight]["vx"], x.double().var(0, correction=0).float(), rtol=1e-4, atol=0)
     return True
 
 
@@ -307,7 +311,7 @@ def tensor_parallel():
             data = [(torch.randn(8, 4).double(), torch.randn(8, 2).double())]
             steps(model, optimizer, data)
             steps(twin, alone, data)
-        torch.testing.assert_close([p.full_tensor() for p in model.parameters()], list(twin.parameters()))
+        assert_close(whole_weights(model), list(twin.parameters()))
     optimizer.detach()
     canonical = evenstep.CanonicalSGD(model)
     with pytest.raises(RuntimeError, match="need the whole output of a layer"):
@@ -317,20 +321,20 @@ def tensor_parallel():
 
 def hybrid_sharding():
     """Sharded within a group of ranks, replicated between them."""
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
+    data = shared(3, 6)
     model = Net().double()
     twins = [copy.deepcopy(model) for _ in range(2)]
     steps(DistributedDataParallel(model), evenstep.UnitStep(model, exclude=["up.*"]), data)
     for twin, shape in zip(twins, ((1, 2), (2, 1)), strict=True):
         fully_sharded(twin, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
         steps(twin, evenstep.UnitStep(twin), data)
-        torch.testing.assert_close(whole_weights(twin), list(model.parameters()), rtol=1e-6, atol=1e-8)
+        assert_close(whole_weights(twin), list(model.parameters()), **CLOSE)
     return True
 
 
 def sharded_after_the_optimizer_was_built():
     """As Accelerate does: parameters are replaced in the groups."""
-    data = [(ranks.share(x), ranks.share(y)) for x, y in batches(3, 6)]
+    data = shared(3, 6)
     weights = []
     for late in (False, True):
         torch.manual_seed(0)
@@ -345,7 +349,7 @@ def sharded_after_the_optimizer_was_built():
             optimizer = evenstep.UnitStep(model)
         steps(model, optimizer, data)
         weights.append(whole_weights(model))
-    torch.testing.assert_close(*weights)
+    assert_close(*weights)
     return True
 
 
@@ -365,19 +369,18 @@ ONCE = [
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("full"), 2, joined(DDP_JOBS, OPTIMIZERS))
+def found(tmp_path_factory):
+    """What every rank says of a job with a case; all jobs of a kind are run when one is asked for."""
 
+    @cache
+    def run(jobs):
+        return ranks.run(tmp_path_factory.mktemp(jobs[0]), 2, joined(jobs, OPTIMIZERS))
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    return ranks.run(tmp_path_factory.mktemp("sharded"), 2, joined(FSDP_JOBS, OPTIMIZERS))
+    def of(jobs, job, case):
+        k = list(OPTIMIZERS.values()).index(case) * len(jobs) + jobs.index(job)
+        return [rank[k] for rank in run(jobs)]
 
-
-def expect(results, k):
-    """What every rank says of job k."""
-    for rank, found in enumerate(results):
-        assert found[k] is True, f"rank {rank}: {found[k]}"
+    return of
 
 
 def test_two_processes(tmp_path):
@@ -396,30 +399,26 @@ def test_two_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.feature("DDP")
 @pytest.mark.parametrize("job", DDP_JOBS)
-@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_on_replicas(case, job, full):
-    expect(full, list(OPTIMIZERS.values()).index(case) * len(DDP_JOBS) + DDP_JOBS.index(job))
+@every_optimizer
+def test_every_optimizer_on_replicas(case, job, found):
+    assert found(DDP_JOBS, job, case) == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.feature("FSDP2")
 @pytest.mark.parametrize("job", FSDP_JOBS)
-@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_on_shards(case, job, sharded):
-    expect(sharded, list(OPTIMIZERS.values()).index(case) * len(FSDP_JOBS) + FSDP_JOBS.index(job))
+@every_optimizer
+def test_every_optimizer_on_shards(case, job, found):
+    assert found(FSDP_JOBS, job, case) == [True, True]
 
 
 @pytest.fixture(scope="module")
 def reshaped(tmp_path_factory):
     """The weights of every case: trained by 2 processes, then by those of 2, 1 and 3 that have loaded halfway."""
-    folder = tmp_path_factory.mktemp("reshaped")
-
-    def jobs(function, wrap):
-        return [(function, (case, str(folder / f"{wrap.__name__}-{name}"), wrap)) for name, case in OPTIMIZERS.items()]
-
-    found = {}
+    folder, found = tmp_path_factory.mktemp("reshaped"), {}
     for world, function in ((2, trained), (2, resumed), (1, resumed), (3, resumed)):
-        results = ranks.run(folder / f"{function.__name__}-{world}", world, jobs(function, fully_sharded))
+        jobs = [(function, (case, str(folder / name))) for name, case in OPTIMIZERS.items()]
+        results = ranks.run(folder / f"{function.__name__}-{world}", world, jobs)
         found[function.__name__, world] = results[0]
     return found
 
@@ -427,7 +426,7 @@ def reshaped(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.feature("DCP")
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@every_optimizer
 def test_a_checkpoint_goes_on_with_any_number_of_processes(case, world, reshaped):
     k = list(OPTIMIZERS.values()).index(case)
     expected, found = reshaped["trained", 2][k], reshaped["resumed", world][k]

@@ -1,16 +1,14 @@
 """The example that needs nothing but torch; those of trainers are in tests/integrations."""
 
-import importlib.util
 from pathlib import Path
+
+from helpers import module_at
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_the_plain_loop_learns():
-    spec = importlib.util.spec_from_file_location("plain_loop", EXAMPLES / "plain_loop.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = module.main()
+    result = module_at(EXAMPLES / "plain_loop.py").main()
     assert result["accuracy"] > 0.95
     assert result["loss"] < 0.3
 

@@ -7,14 +7,20 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import evenstep
-from cases import OPTIMIZERS
 from evenstep.model.experts import ExpertsKind, two_rows
-
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+from helpers import PAPER, assert_all_moved, assert_same, every_optimizer
 
 
 def table(optimizer):
     return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+
+
+def gated(y, gate):
+    """What goes into an expert's last layer."""
+    if not gate:
+        return y
+    gate, up = y.chunk(2, -1)
+    return functional.silu(gate) * up
 
 
 class Experts(nn.Module):
@@ -36,10 +42,7 @@ class Experts(nn.Module):
         output = torch.zeros_like(hidden_states)
         for expert in range(4):
             token, place = torch.where(top_k_index == expert)
-            y = self.project(first, hidden_states[token], expert)
-            if self.gate:
-                gate, up = y.chunk(2, -1)
-                y = functional.silu(gate) * up
+            y = gated(self.project(first, hidden_states[token], expert), self.gate)
             y = self.project("down_proj", y, expert) * top_k_weights[token, place, None]
             output = output.index_add(0, token, y)
         return output
@@ -63,45 +66,32 @@ class Mixture(nn.Module):
         return self.experts(x, index, torch.full(index.shape, 0.5).to(x))
 
 
-class Expert(nn.Module):
+def layers_of(stack, k):
     """One expert of a stack, as layers of its own."""
-
-    def __init__(self, stack, k):
-        super().__init__()
-        first = "gate_up_proj" if stack.gate else "up_proj"
-        self.first, self.down = (self.layer(stack, name, k) for name in (first, "down_proj"))
-        self.gate = stack.gate
-
-    def layer(self, stack, name, k):
-        weight = getattr(stack, name)[k].detach()
+    found = []
+    for name in ("gate_up_proj" if stack.gate else "up_proj", "down_proj"):
+        weight, bias = getattr(stack, name)[k].detach(), getattr(stack, f"{name}_bias", None)
         weight = weight.T if stack.is_transposed else weight
-        bias = getattr(stack, f"{name}_bias", None)
         layer = nn.Linear(*weight.shape[::-1], bias=bias is not None).double()
         layer.weight.data.copy_(weight)
         if bias is not None:
             layer.bias.data.copy_(bias[k])
-        return layer
-
-    def forward(self, x):
-        y = self.first(x)
-        if self.gate:
-            gate, up = y.chunk(2, -1)
-            y = functional.silu(gate) * up
-        return self.down(y)
+        found.append(layer)
+    return nn.ModuleList(found)
 
 
 class ApartExperts(nn.Module):
-    """The mixture with its experts as modules of their own."""
+    """The mixture with its experts as layers of their own."""
 
     def __init__(self, stack):
         super().__init__()
-        self.parts = nn.ModuleList(Expert(stack, k) for k in range(4))
+        self.gate, self.parts = stack.gate, nn.ModuleList(layers_of(stack, k) for k in range(4))
 
     def forward(self, x, index):
         output = torch.zeros_like(x)
-        for k, part in enumerate(self.parts):
+        for k, (first, down) in enumerate(self.parts):
             token = torch.where(index == k)[0]
-            output = output.index_add(0, token, 0.5 * part(x[token]))
+            output = output.index_add(0, token, 0.5 * down(gated(first(x[token]), self.gate)))
         return output
 
 
@@ -121,7 +111,6 @@ STACKS = {
 
 
 every_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
-EXACT = {"damping": 0.0, "fresh_max": None, "trust": None}
 
 
 @every_stack
@@ -130,14 +119,14 @@ def test_fused_experts_step_like_experts_apart(stack):
     model = Mixture(Experts(**stack).double())
     twin = ApartExperts(model.experts)
     lr, names = 0.02, [name for name, _ in model.experts.named_parameters()]
-    optimizer = evenstep.WhitenedSGD(model, lr=lr, **EXACT)
+    optimizer = evenstep.WhitenedSGD(model, lr=lr, **PAPER)
     treatments = {name: how for name, (how, _) in table(optimizer).items()}
     assert treatments == {f"experts.{n}": "fan-in" if "down" in n else "whitened" for n in names}
     assert table(optimizer)["experts.down_proj"][1] == "its input is not seen"
-    downs = [part.down for part in twin.parts]
+    firsts, downs = (nn.ModuleList(layers) for layers in zip(*twin.parts, strict=True))
     others = [
-        evenstep.WhitenedSGD([p for part in twin.parts for p in part.first.parameters()], lr=lr, model=twin, **EXACT),
-        evenstep.FanInSGD([p for down in downs for p in down.parameters()], lr=lr, model=nn.ModuleList(downs)),
+        evenstep.WhitenedSGD(firsts.parameters(), lr=lr, model=twin, **PAPER),
+        evenstep.FanInSGD(downs, lr=lr),
     ]
     for _ in range(3):
         x, index = routed()
@@ -147,8 +136,7 @@ def test_fused_experts_step_like_experts_apart(stack):
             for each in group:
                 each.step()
     for k, part in enumerate(twin.parts):
-        for p, q in zip(Expert(model.experts, k).parameters(), part.parameters(), strict=True):
-            assert_close(p, q, rtol=1e-9, atol=1e-11)
+        assert_same(part, layers_of(model.experts, k), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.feature("Transformers' fused experts")
@@ -158,14 +146,13 @@ def test_fused_experts_train_with_every_optimizer(case):
     for stack in STACKS.values():
         model = nn.ModuleList([nn.Linear(3, 3), Mixture(Experts(**stack))]).double()
         optimizer = case.build(model)
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = [p.detach().clone() for p in model.parameters()]
         for k in range(3):
             x, index = routed(experts=4 if k == 0 else 3)
             optimizer.zero_grad()
             model[1](model[0](x), index).square().mean().backward()
             optimizer.step()
-        for name, p in model.named_parameters():
-            assert p.isfinite().all() and not torch.equal(p, before[name]), name
+        assert_all_moved(model, before)
 
 
 def test_an_expert_without_tokens_gets_the_moments_of_all_tokens():

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 import evenstep
 from cases import OPTIMIZERS
 from evenstep.math.moments import batch_moments
+from helpers import assert_same, every_optimizer
 
 pytestmark = pytest.mark.gpu
 COMPILED = ["evenstep", "whitened", "fan-in", "canonical", "unit", "whitened-adamw", "whitened-muon"]
 WATCHED = ["evenstep", "canonical", "whitened-adamw"]
-every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def rate(case):
@@ -44,18 +44,9 @@ def train(model, forward, optimizer, xs):
         step(model, forward, optimizer, x)
 
 
-def captured(model, optimizer, still):
-    """A graph of one whole step on the batch in `still`."""
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        step(model, model, optimizer, still)
-    return graph
-
-
-def warmed_up(model, optimizer, still, xs):
-    """Take the steps on a side stream that must come before a capture."""
-    stream = torch.cuda.Stream()
+def captured(model, optimizer, xs):
+    """A function that replays a whole step on a batch: captured after steps on a side stream, as torch wants them."""
+    still, graph, stream = xs[0].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for x in xs:
@@ -63,11 +54,15 @@ def warmed_up(model, optimizer, still, xs):
             optimizer.zero_grad(set_to_none=True)
             step(model, model, optimizer, still)
     torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step(model, model, optimizer, still)
 
+    def replay(x):
+        still.copy_(x)
+        graph.replay()
 
-def assert_same(model, other, **close):
-    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        assert_close(q[1], p, msg=lambda m, name=name: f"{name}: {m}", **close)
+    return replay
 
 
 @pytest.mark.feature("CUDA graphs")
@@ -78,12 +73,9 @@ def test_a_captured_step_is_an_eager_one(case):
     xs = batches(9)
     keywords = {"lr": rate(case), "capturable": True}
     one, two = case.build(eager, **keywords), case.build(graphed, **keywords)
-    still = xs[0].clone()
-    warmed_up(graphed, two, still, xs[:3])
-    graph = captured(graphed, two, still)
+    replay = captured(graphed, two, xs[:3])
     for x in xs[3:]:
-        still.copy_(x)
-        graph.replay()
+        replay(x)
     train(eager, eager, one, xs)
     assert_same(eager, graphed, rtol=1e-3, atol=1e-4)
     for p, q in zip(eager.parameters(), graphed.parameters(), strict=True):
@@ -101,15 +93,12 @@ def test_a_schedule_reaches_a_captured_step_through_a_tensor(case):
     xs = batches(5)
     rates = [torch.tensor(rate(case), device="cuda") for _ in range(2)]
     one, two = (case.build(m, lr=lr, capturable=True) for m, lr in zip((eager, graphed), rates, strict=True))
-    still = xs[0].clone()
-    warmed_up(graphed, two, still, xs[:3])
-    graph = captured(graphed, two, still)
+    replay = captured(graphed, two, xs[:3])
     train(eager, eager, one, xs[:3])
     for lr in rates:
         lr.mul_(0.25)
     for x in xs[3:]:
-        still.copy_(x)
-        graph.replay()
+        replay(x)
     train(eager, eager, one, xs[3:])
     assert_same(eager, graphed, rtol=1e-3, atol=1e-4)
 
@@ -136,9 +125,7 @@ def test_no_step_waits_for_the_device(case, capturable):
 
 
 @pytest.mark.feature("CUDA graphs")
-@pytest.mark.parametrize(
-    "case", [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")], ids=lambda c: c.cls.__name__
-)
+@pytest.mark.parametrize("case", [OPTIMIZERS[k] for k in WATCHED], ids=WATCHED)
 def test_hooks_run_inside_the_graphs_of_reduce_overhead(case):
     eager = network()
     watched = copy.deepcopy(eager)

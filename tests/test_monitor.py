@@ -1,6 +1,6 @@
 """The monitor's numbers agree with slow truth and stay readable; its events are few, and come when they should."""
 
-import importlib.util
+import copy
 import math
 import re
 from pathlib import Path
@@ -13,10 +13,10 @@ from torch import nn
 import evenstep
 from evenstep import monitor as monitors
 from evenstep.monitor import COLUMNS, CurvatureMonitor
+from helpers import assert_same, module_at
 
 SHARES = ("changed_inputs", "dead_inputs", "guarded_inputs", "guarded_units")
 BOUNDS = {"log2_variance": (-20, 20), "log2_variance_q90": (0, 20), "mean_shift_q90": (0, 100)}
-ROOT, SLOW = Path(__file__).parents[1], pytest.mark.slow
 BOUNDS |= {"log10_largest_step": (-6, 6), **dict.fromkeys(SHARES, (0, 1))}
 
 
@@ -24,24 +24,27 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3))
 
 
-def step(model, optimizer, x):
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
+def step(model, optimizer, x=None, times=1):
+    """Steps on these inputs, by default 100 new rows of normal ones each."""
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(torch.randn(100, 6) if x is None else x).square().mean().backward()
+        optimizer.step()
 
 
-def watched(model=None, lr=0.01, **keywords):
+def watched(model=None, lr=0.01, steps=0, **keywords):
+    """A network, its optimizer and its monitor, after some steps."""
     model = model or network()
     optimizer = evenstep.WhitenedSGD(model, lr=lr, **keywords)
-    return model, optimizer, CurvatureMonitor(optimizer)
-
-
-def trained(steps, **keywords):
-    """A network after some steps on normal inputs, 100 rows each, with its optimizer and monitor."""
-    model, optimizer, monitor = watched(**keywords)
-    for _ in range(steps):
-        step(model, optimizer, torch.randn(100, 6))
+    monitor = CurvatureMonitor(optimizer)
+    step(model, optimizer, times=steps)
     return model, optimizer, monitor
+
+
+def kill(model, units=10):
+    """Hidden units that are zero from now on."""
+    with torch.no_grad():
+        model[0].weight[:units], model[0].bias[:units] = 0.0, -1.0
 
 
 def rescale(model, kappa, units=8):
@@ -89,10 +92,8 @@ def test_every_layer_and_the_whole_network_have_every_column():
 
 def test_a_share_of_the_network_is_one_of_all_its_inputs_or_units():
     model, optimizer, monitor = watched()
-    with torch.no_grad():
-        model[0].weight[:10], model[0].bias[:10] = 0.0, -1.0
-    for _ in range(3):
-        step(model, optimizer, torch.randn(100, 6))
+    kill(model)
+    step(model, optimizer, times=3)
     scalars = monitor.scalars()
     assert scalars["all/dead_inputs"] == pytest.approx(10 / 46)
     units = (40 * scalars["0/guarded_units"] + 3 * scalars["2/guarded_units"]) / 43
@@ -101,12 +102,11 @@ def test_a_share_of_the_network_is_one_of_all_its_inputs_or_units():
 
 
 def test_an_input_is_dead_after_256_rows_of_zeros_even_if_its_running_mean_was_not_zero():
-    model, optimizer, monitor = trained(20, lr=0.0)
-    with torch.no_grad():
-        model[0].weight[:10], model[0].bias[:10] = 0.0, -1.0
+    model, optimizer, monitor = watched(steps=20, lr=0.0)
+    kill(model)
     found = []
     for _ in range(4):
-        step(model, optimizer, torch.randn(100, 6))
+        step(model, optimizer)
         found.append(monitor.scalars()["2/dead_inputs"])
     assert found == pytest.approx([0, 0, 0.25, 0.25])
     assert monitor.scalars()["0/dead_inputs"] == 0
@@ -152,7 +152,7 @@ def test_three_rows_a_batch_are_noise_and_no_event():
 
 
 def test_a_long_calm_run_has_no_event():
-    _, _, monitor = trained(150)
+    _, _, monitor = watched(steps=150)
     assert monitor.events() == []
 
 
@@ -162,11 +162,10 @@ def test_a_long_calm_run_has_no_event():
 @pytest.mark.parametrize(("kappa", "verb"), [(30, "grew"), (0.03, "shrank")])
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_lasting_change_of_scale_is_one_event_at_its_third_step(kappa, verb, guarded):
-    model, optimizer, monitor = trained(60, **({} if guarded else {"fresh_max": None, "trust": None}))
+    model, optimizer, monitor = watched(steps=60, **({} if guarded else {"fresh_max": None, "trust": None}))
     assert monitor.events() == []
     rescale(model, kappa)
-    for _ in range(5):
-        step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer, times=5)
     [event] = [e for e in monitor.events() if e.kind == "scale"]
     assert (event.step, event.layer, event.over) == (63, "2", False)
     share, told = re.fullmatch(
@@ -178,25 +177,23 @@ def test_a_lasting_change_of_scale_is_one_event_at_its_third_step(kappa, verb, g
 
 
 def test_the_end_of_an_event_is_an_event():
-    model, optimizer, monitor = trained(60)
+    model, optimizer, monitor = watched(steps=60)
     rescale(model, 30)
-    for _ in range(40):
-        step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer, times=40)
     start, end = (e for e in monitor.events() if e.kind == "scale")
     assert (start.over, end.over, end.layer) == (False, True, "2")
     assert start.step + monitors.QUIET <= end.step < 100
 
 
 def test_one_odd_batch_is_no_event():
-    model, optimizer, monitor = trained(60, lr=0.0)
+    model, optimizer, monitor = watched(steps=60, lr=0.0)
     step(model, optimizer, 30 * torch.randn(100, 6))
-    for _ in range(20):
-        step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer, times=20)
     assert [e for e in monitor.events() if not (e.kind == "scale" and "shrank" in e.what)] == []
 
 
 def test_layers_that_change_together_are_one_event():
-    model, optimizer, monitor = trained(60, lr=1e-4)
+    model, optimizer, monitor = watched(steps=60, lr=1e-4)
     for _ in range(5):
         step(model, optimizer, 100 * torch.randn(100, 6))
     [event] = [e for e in monitor.events() if e.kind == "scale"]
@@ -204,75 +201,74 @@ def test_layers_that_change_together_are_one_event():
 
 
 def test_units_that_die_are_an_event_of_the_next_layer():
-    model, optimizer, monitor = trained(20, lr=1e-4)
-    with torch.no_grad():
-        model[0].weight[:10], model[0].bias[:10] = 0.0, -1.0
-    for _ in range(10):
-        step(model, optimizer, torch.randn(100, 6))
+    model, optimizer, monitor = watched(steps=20, lr=1e-4)
+    kill(model)
+    step(model, optimizer, times=10)
     [event] = [e for e in monitor.events() if e.kind == "dead"]
     assert (event.step, event.layer, event.what) == (25, "2", "dead inputs rose from 0% to 25%")
 
 
 def test_a_nan_batch_is_one_event_and_its_end_another():
-    model, optimizer, monitor = trained(5)
+    model, optimizer, monitor = watched(steps=5)
     with pytest.warns(UserWarning, match="not finite"):
         step(model, optimizer, torch.full((100, 6), torch.nan))
     [start] = monitor.events()
     assert (start.step, start.layer, start.kind, start.over) == (6, "all", "nonfinite", False)
-    for _ in range(12):
-        step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer, times=12)
     [end] = monitor.events()
     assert (end.kind, end.over) == ("nonfinite", True)
 
 
 def test_steps_skipped_before_the_monitor_came_are_not_told():
-    model, optimizer, _ = trained(2)
+    model, optimizer, _ = watched(steps=2)
     with pytest.warns(UserWarning, match="not finite"):
         step(model, optimizer, torch.full((100, 6), torch.nan))
     monitor = CurvatureMonitor(optimizer)
-    step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer)
     assert monitor.events() == []
 
 
 def test_a_stepsize_far_too_large_is_an_event():
-    _, _, monitor = trained(10, lr=100.0)
+    _, _, monitor = watched(steps=10, lr=100.0)
     event = monitor.events()[0]
     assert (event.step, event.layer, event.kind) == (3, "all", "guards")
     assert "acts as the stepsize" in event.what
 
 
-def test_few_units_that_ask_for_long_steps_are_an_event():
+@pytest.mark.parametrize(
+    ("columns", "at", "what"),
+    [
+        (
+            {"guarded_units": 0.1, "log10_largest_step": 1.0},
+            3,
+            "a unit asks for steps of 10 times its own length; 10% of all are held back",
+        ),
+        ({"guarded_units": 0.6}, 50, "the trust radius holds back 60% of all units and so acts as the stepsize"),
+    ],
+)
+def test_guards_that_hold_few_units_far_or_most_for_long_are_an_event(columns, at, what):
     watch = monitors._Watch({"0": (4, 10)}, 0)
-    row = dict.fromkeys((*COLUMNS, *monitors._HIDDEN), 0.0) | {"guarded_units": 0.1, "log10_largest_step": 1.0}
-    told = [event for t in range(1, 11) for event in watch.events(t, {"0": row})]
-    assert [(e.step, e.kind) for e in told] == [(3, "guards")]
-    assert told[0].what == "a unit asks for steps of 10 times its own length; 10% of all are held back"
-
-
-def test_guards_that_hold_most_units_for_long_are_an_event():
-    watch = monitors._Watch({"0": (4, 10)}, 0)
-    row = dict.fromkeys((*COLUMNS, *monitors._HIDDEN), 0.0) | {"guarded_units": 0.6}
-    told = [event for t in range(1, 101) for event in watch.events(t, {"0": row})]
-    assert [(e.step, e.kind) for e in told] == [(50, "guards")]
+    row = dict.fromkeys((*COLUMNS, *monitors._HIDDEN), 0.0) | columns
+    [event] = [event for t in range(1, 101) for event in watch.events(t, {"0": row})]
+    assert (event.step, event.kind) == (at, "guards") and event.what.startswith(what)
 
 
 def test_lost_statistics_are_an_event():
-    model, optimizer, monitor = trained(5)
+    model, optimizer, monitor = watched(steps=5)
     model.eval()
     with pytest.warns(UserWarning, match="saw no input"):
         for _ in range(3):
-            step(model, optimizer, torch.randn(100, 6))
+            step(model, optimizer)
     [event] = monitor.events()
     assert (event.step, event.kind) == (8, "statistics")
     assert event.what.endswith("(and 1 more layers)")
 
 
 def test_events_are_told_from_the_last_history_steps():
-    model, optimizer = network(), None
+    model = network()
     optimizer = evenstep.WhitenedSGD(model, lr=100.0)
     monitor = CurvatureMonitor(optimizer, history=5)
-    for _ in range(20):
-        step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer, times=20)
     assert [e.step for e in monitor.events() if not e.over] == [18]
 
 
@@ -280,7 +276,7 @@ def test_events_are_told_from_the_last_history_steps():
 
 
 def test_no_look_at_a_step_reads_the_device(monkeypatch):
-    model, optimizer, monitor = trained(3)
+    model, optimizer, monitor = watched(steps=3)
 
     class NoReads(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -299,7 +295,7 @@ def test_no_look_at_a_step_reads_the_device(monkeypatch):
     seen = len(monitor._records)
     monkeypatch.setattr(monitor, "note", unread(monitor.note))
     monkeypatch.setattr(monitor, "end_step", unread(monitor.end_step))
-    step(model, optimizer, torch.randn(100, 6))
+    step(model, optimizer)
     assert len(monitor._records) == seen + 1
     with pytest.raises(AssertionError, match="a value was read"), NoReads():
         torch.ones(()).item()
@@ -322,16 +318,15 @@ def test_a_watched_step_does_not_wait_for_a_gpu():
 
 
 def test_watching_changes_no_weight():
-    twins = network(), network()
-    twins[1].load_state_dict(twins[0].state_dict())
-    optimizers = [evenstep.UnitStep(m) for m in twins]
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizers = evenstep.UnitStep(model), evenstep.UnitStep(twin)
     CurvatureMonitor(optimizers[1])
     for _ in range(5):
         x = torch.randn(30, 6)
-        for model, optimizer in zip(twins, optimizers, strict=True):
-            step(model, optimizer, x)
-    for a, b in zip(twins[0].parameters(), twins[1].parameters(), strict=True):
-        assert torch.equal(a, b)
+        for net, optimizer in zip((model, twin), optimizers, strict=True):
+            step(net, optimizer, x)
+    assert_same(model, twin)
 
 
 @pytest.mark.parametrize("optimizer", [evenstep.FanInSGD, lambda model: torch.optim.SGD(model.parameters())])
@@ -350,7 +345,7 @@ def test_a_threshold_that_everything_exceeds_is_refused(threshold):
 
 
 def test_guards_counted_are_guards_that_fired():
-    _, optimizer, _ = trained(3, lr=1000.0)
+    _, optimizer, _ = watched(steps=3, lr=1000.0)
     shares = optimizer.fired()
     assert set(shares) == {"0", "2"}
     assert shares["2"][1] > 0.5
@@ -370,36 +365,28 @@ def test_weights_of_one_layer_are_told_apart():
 # whole trainings: the grid behind the thresholds, on seeds that they were not set on
 
 
-def thresholds():
-    spec = importlib.util.spec_from_file_location("thresholds", ROOT / "scripts" / "monitor_thresholds.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+thresholds = module_at(Path(__file__).parents[1] / "scripts" / "monitor_thresholds.py")
 
 
-@SLOW
-@pytest.mark.parametrize("name", thresholds().OPTIMIZERS)
-@pytest.mark.parametrize("network", thresholds().NETWORKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", thresholds.OPTIMIZERS)
+@pytest.mark.parametrize("network", thresholds.NETWORKS)
 def test_a_healthy_training_has_few_events(network, name):
-    _, told = thresholds().train(network, name, "none", seed=7)
+    _, told = thresholds.train(network, name, "none", seed=7)
     assert len(told) <= 3, [str(event) for event in told]
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize("fault", thresholds().FAULTS)
-@pytest.mark.parametrize("name", thresholds().OPTIMIZERS)
-@pytest.mark.parametrize("network", thresholds().NETWORKS)
+@pytest.mark.parametrize("fault", thresholds.FAULTS)
+@pytest.mark.parametrize("name", thresholds.OPTIMIZERS)
+@pytest.mark.parametrize("network", thresholds.NETWORKS)
 def test_a_fault_is_told_within_ten_steps(network, name, fault):
-    module = thresholds()
-    if "units" in fault and network not in module.DENSE:
+    if "units" in fault and network not in thresholds.DENSE:
         pytest.skip("has no two dense layers in a row")
-    rows, told = module.train(network, name, fault, seed=7, until=module.AT + 30)
-    start = 1 if fault == "lr x 30" else module.AT
-    if not any(event.kind == module.FAULTS[fault] and start <= event.step < start + 10 for event in told):
-        calm, _ = module.train(network, name, "none", seed=7, until=module.AT + 30)
-        assert fault == "lr x 30" and mean_loss(rows) < mean_loss(calm), "a fault that did harm was not told"
-
-
-def mean_loss(rows):
-    return sum(row["loss"] for row in rows[-50:]) / 50
+    rows, told = thresholds.train(network, name, fault, seed=7, until=thresholds.AT + 30)
+    start = 1 if fault == "lr x 30" else thresholds.AT
+    if not any(event.kind == thresholds.FAULTS[fault] and start <= event.step < start + 10 for event in told):
+        calm, _ = thresholds.train(network, name, "none", seed=7, until=thresholds.AT + 30)
+        loss, calm_loss = (sum(row["loss"] for row in each[-50:]) / 50 for each in (rows, calm))
+        assert fault == "lr x 30" and loss < calm_loss, "a fault that did harm was not told"

@@ -21,12 +21,9 @@ import oracle
 from cases import LAYERS
 from evenstep.math import change_of_variables as coordinates
 from evenstep.math import constants, stepsize
+from helpers import PAPER, UNGUARDED, assert_same, fit, moved_by, randn
 
-PAPER = {"fresh_max": None, "trust": None}
-
-
-def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def canonical(mx, vx, mg2):
@@ -54,32 +51,24 @@ def in_core(c):
     return constants.Constants(*one_group(c.mu, c.alpha**2, c.beta**2))
 
 
-def train(optimizer, model, batches, energy=oracle.log_cosh):
-    """Steps on the mean of `energy` over each batch."""
-    for x, t in batches:
-        optimizer.zero_grad()
-        energy(model(x), t).mean().backward()
-        optimizer.step()
-
-
-def network(case):
-    """A layer with something nonlinear after it, and batches whose inputs drift, so that constants move."""
-    layer = case.layer()
-    model = nn.Sequential(layer, nn.Tanh())
-    batches = [(case.inputs() * (1 + 0.3 * k), randn(6, *model(case.inputs()).shape[1:])) for k in range(4)]
-    return model, batches
-
-
 # §2.1: the update
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.2])
+HYPERPARAMETERS = {"undamped": {}, "damped": {"damping": 0.2}, "momentum": {"damping": 0.2, "momentum": 0.8}}
+
+
+@pytest.mark.parametrize("bias", ["trained", "frozen"])
+@pytest.mark.parametrize("keywords", HYPERPARAMETERS.values(), ids=HYPERPARAMETERS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_eq3_is_gradient_descent_on_v(name, damping):
+def test_eq3_is_gradient_descent_on_v(name, keywords, bias):
     """WhitenedSGD without guards is autograd's gradient descent on explicit v, while the constants move."""
-    model, batches = network(LAYERS[name])
-    reference = oracle.OnV(model, lr=0.3, damping=damping, decay=0.6)
-    train(evenstep.WhitenedSGD(model, lr=0.3, damping=damping, decay=0.6, **PAPER), model, batches)
+    model = nn.Sequential(LAYERS[name].layer(), nn.Tanh())  # something nonlinear after it
+    if model[0].bias is not None:
+        model[0].bias.requires_grad_(bias == "trained")
+    inputs = [LAYERS[name].inputs() * (1 + 0.3 * k) for k in range(4)]
+    batches = [(x, randn(*model(x).shape)) for x in inputs]
+    reference = oracle.OnV(model, lr=0.3, decay=0.6, **keywords)
+    fit(evenstep.WhitenedSGD(model, lr=0.3, decay=0.6, **PAPER | keywords), model, batches)
     for x, t in batches:
         reference.step(x, t)
     oracle.assert_same_parameters(reference, model)
@@ -96,8 +85,8 @@ def test_a_deep_network_descends_on_v_of_all_layers_at_once(coordinates, momentu
     lr = 0.002 if coordinates == "canonical" else 0.05
     reference = oracle.OnV(model, lr=lr, momentum=momentum, coordinates=coordinates, damping=0.1)
     cls = {"whitened": evenstep.WhitenedSGD, "canonical": evenstep.CanonicalSGD, "fan-in": evenstep.FanInSGD}
-    keywords = {"trust": None} if coordinates == "fan-in" else {**PAPER, "damping": 0.1}
-    train(cls[coordinates](model, lr=lr, momentum=momentum, **keywords), model, batches)
+    keywords = {"trust": None} if coordinates == "fan-in" else {**UNGUARDED, "damping": 0.1}
+    fit(cls[coordinates](model, lr=lr, momentum=momentum, **keywords), model, batches)
     for x, t in batches:
         reference.step(x, t)
     oracle.assert_same_parameters(reference, model)
@@ -124,7 +113,7 @@ def test_moving_constants_move_no_weight():
     optimizer = evenstep.WhitenedSGD(model, lr=0.0)
     moments = []
     for k in range(3):
-        train(optimizer, model, [(k + randn(3, 2, 4, 4), randn(3, 4))])
+        fit(optimizer, model, [(k + randn(3, 2, 4, 4), randn(3, 4))])
         moments.append(optimizer.state[model[0].weight]["mx"].clone())
     assert (moments[0] - moments[2]).abs().min() > 0.01
     assert torch.equal(model(x), before(x))
@@ -224,7 +213,7 @@ def test_canonical_g2_is_that_of_single_examples(name, sizes, reduction):
     reference = oracle.OnV(model, lr=0.1, coordinates="canonical")
     truth = reference.squared(0, x, t, sigmoid_energy)
     reference.step(x, t, sigmoid_energy)
-    optimizer = evenstep.CanonicalSGD(model, lr=0.1, damping=0.0, reduction=reduction, **PAPER)
+    optimizer = evenstep.CanonicalSGD(model, lr=0.1, reduction=reduction, **PAPER)
     for part, target in zip(x.split(sizes), t.split(sizes), strict=True):
         total = sigmoid_energy(model(part), target).sum()
         (total / 6 if reduction == "mean" else total).backward()
@@ -339,33 +328,28 @@ def two_layers():
     return model, lambda scale=1.0: (scale * randn(5, 4, 2, 2), randn(5, 4))
 
 
-def unit_steps(model, before):
-    """What every unit of every layer moved by, its bias first."""
-    moved = []
-    for layer, old in zip(model, before, strict=True):
-        if isinstance(layer, oracle.LAYERS):
-            dw, db = (layer.weight - old.weight).detach(), (layer.bias - old.bias).detach()
-            unit = oracle.places(layer)[1]
-            moved += [torch.cat([db[j : j + 1], dw[unit == j]]) for j in range(len(db))]
-    return moved
+def unit_steps(block):
+    """What every unit of both layers moves by, its bias first, in a step with small inputs and one with large ones."""
+    model, batch = two_layers()
+    optimizer = evenstep.BlockNaturalSGD(model, lr=0.02, block=block, bounded=False)
+    for scale in (1.0, 10.0):
+        x, t = batch(scale)
+        moved = moved_by(optimizer, oracle.log_cosh(model(x), t).mean())
+        yield [
+            torch.cat([moved[layer.bias][j : j + 1], moved[layer.weight][oracle.places(layer)[1] == j]])
+            for layer in (model[0], model[3])
+            for j in range(4)
+        ]
 
 
 def test_eq9_for_a_network_has_length_eta():
-    model, batch = two_layers()
-    optimizer = evenstep.BlockNaturalSGD(model, lr=0.02, block="network", bounded=False)
-    for scale in (1.0, 10.0):
-        before = copy.deepcopy(model)
-        train(optimizer, model, [batch(scale)])
-        assert_close(torch.cat(unit_steps(model, before)).norm().item(), 0.02)
+    for steps in unit_steps("network"):
+        assert_close(torch.cat(steps).norm().item(), 0.02)
 
 
 def test_eq10_for_a_network_has_length_eta_per_unit():
-    model, batch = two_layers()
-    optimizer = evenstep.BlockNaturalSGD(model, lr=0.02, block="unit", bounded=False)
-    for scale in (1.0, 10.0):
-        before = copy.deepcopy(model)
-        train(optimizer, model, [batch(scale)])
-        assert_close([step.norm().item() for step in unit_steps(model, before)], [0.02] * 8)
+    for steps in unit_steps("unit"):
+        assert_close([step.norm().item() for step in steps], [0.02] * 8)
 
 
 @pytest.mark.parametrize("block", ["network", "unit", "weight"])
@@ -377,9 +361,8 @@ def test_eq11_is_bounded_by_eta_over_the_root_of_one_minus_decay(block):
     lengths = []
     for k in range(60):
         before = [p.detach().clone() for p in layer.parameters()]
-        scale = 1e4 if k == 40 else 1.0
         for p in layer.parameters():
-            p.grad = scale * torch.randn_like(p)
+            p.grad = (1e4 if k == 40 else 1.0) * torch.randn_like(p)
         optimizer.step()
         dw, db = (p.detach() - old for p, old in zip(layer.parameters(), before, strict=True))
         step = torch.cat([dw, db.unsqueeze(1)], 1)
@@ -419,39 +402,38 @@ def test_a_zero_gradient_gives_a_zero_step(block, bounded):
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    assert torch.equal(layer.weight, before.weight) and torch.equal(layer.bias, before.bias)
+    assert_same(before, layer)
 
 
 # §3.4: RMSProp
 
 
+def by_weight(eps):
+    """A network trained by eq. 11 with G = I for each weight; a copy of it as it was; and the batches."""
+    model, batch = two_layers()
+    twin, batches = copy.deepcopy(model), [batch() for _ in range(12)]
+    keywords = {"lr": 0.01, "decay": 0.9, "eps": eps, "bias_correction": False}
+    fit(evenstep.BlockNaturalSGD(model, block="weight", **keywords), model, batches)
+    return model, twin, batches
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
 def test_rmsprop_is_recovered(eps):
     """Eq. 11 with G = I for each weight follows R ← λR + (1−λ)g², w ← w − η g/√(μ + R), R_0 = 0."""
-    model, batch = two_layers()
-    twin = copy.deepcopy(model)
-    batches = [batch() for _ in range(12)]
-    optimizer = evenstep.BlockNaturalSGD(model, lr=0.01, block="weight", decay=0.9, eps=eps, bias_correction=False)
-    train(optimizer, model, batches)
+    model, twin, batches = by_weight(eps)
     running = [torch.zeros_like(p) for p in twin.parameters()]
     for x, t in batches:
         grads = torch.autograd.grad(oracle.log_cosh(twin(x), t).mean(), list(twin.parameters()))
         for p, g, r in zip(twin.parameters(), grads, running, strict=True):
             r.copy_(0.9 * r + 0.1 * g * g)
             p.data -= 0.01 * g / (eps + r).sqrt()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert_same(twin, model, **CLOSE)
 
 
 def test_rmsprop_without_eps_is_torchs():
-    model, batch = two_layers()
-    twin = copy.deepcopy(model)
-    batches = [batch() for _ in range(6)]
-    ours = evenstep.BlockNaturalSGD(model, lr=0.01, block="weight", decay=0.9, eps=0.0, bias_correction=False)
-    train(ours, model, batches)
-    train(torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9, eps=0.0), twin, batches)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(p, q, rtol=1e-9, atol=1e-12)
+    model, twin, batches = by_weight(0.0)
+    fit(torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9, eps=0.0), twin, batches)
+    assert_same(twin, model, **CLOSE)
 
 
 # §3.5: the fan-in trick
@@ -491,13 +473,11 @@ def test_denominator_of_a_convolution_counts_kernel_area_and_positions():
 def test_fan_in_divides_by_the_root_of_n_times_s(name):
     case = LAYERS[name]
     layer, x = case.layer(), case.inputs()
-    optimizer, before = evenstep.FanInSGD(layer, lr=0.7), copy.deepcopy(layer)
     y = layer(x)
-    oracle.log_cosh(y, randn(*y.shape)).mean().backward()
-    optimizer.step()
     rate = 0.7 / math.sqrt(oracle.fan_in(layer) * oracle.sharing(layer, x, y))
-    for p, old in zip(layer.parameters(), before.parameters(), strict=True):
-        assert_close(p.detach(), old.detach() - rate * p.grad)
+    optimizer = evenstep.FanInSGD(layer, lr=0.7)
+    for p, moved in moved_by(optimizer, oracle.log_cosh(layer(x), randn(*y.shape)).mean()).items():
+        assert_close(moved, -rate * p.grad)
 
 
 # §4.1: against batch normalization
@@ -508,13 +488,11 @@ def test_whitening_leaves_the_forward_pass_alone():
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)).double()
     optimizer = evenstep.WhitenedSGD(model, lr=0.1)
     for _ in range(3):
-        untouched = copy.deepcopy(model)
-        x = randn(4, 2, 4, 4)
+        untouched, x = copy.deepcopy(model), randn(4, 2, 4, 4)
         assert torch.equal(model(x), untouched(x))
-        for p, q in zip(model.parameters(), untouched.parameters(), strict=True):
-            p.grad = q.grad = None
-        model(x).square().sum().backward()
-        untouched(x).square().sum().backward()
+        for network in (model, untouched):
+            network.zero_grad()
+            network(x).square().sum().backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), untouched.parameters(), strict=True))
         optimizer.step()
 
@@ -536,14 +514,10 @@ def regularized_step(l2=0.0, weight_decay=0.0):
     torch.manual_seed(5)
     layer = nn.Linear(4, 3).double()
     groups = [{"params": [layer.weight], "weight_decay": weight_decay}, {"params": [layer.bias]}]
-    optimizer = evenstep.WhitenedSGD(groups, lr=0.1, damping=0.0, model=layer, **PAPER)
-    w, x, t = layer.weight.detach().clone(), 2 + torch.randn(6, 4).double(), torch.randn(6, 3).double()
-    old = layer.bias.detach().clone()
-    loss = oracle.log_cosh(layer(x), t).mean() + 0.5 * l2 * layer.weight.square().sum()
-    loss.backward()
-    optimizer.step()
-    mean, var = oracle.mean_var(x)
-    return layer.weight.detach() - w, layer.bias.detach() - old, w, mean, var
+    optimizer = evenstep.WhitenedSGD(groups, lr=0.1, model=layer, **PAPER)
+    w, x, t = layer.weight.detach().clone(), 2 + randn(6, 4), randn(6, 3)
+    moved = moved_by(optimizer, oracle.log_cosh(layer(x), t).mean() + 0.5 * l2 * layer.weight.square().sum())
+    return moved[layer.weight], moved[layer.bias], w, *oracle.mean_var(x)
 
 
 def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not():
@@ -695,13 +669,10 @@ def test_constants_of_earlier_batches_make_the_step_linear_in_the_batch():
 
     def second_step(x):
         layer = copy.deepcopy(start)
-        optimizer = evenstep.WhitenedSGD(layer, lr=0.1, damping=0.0, **PAPER)
+        optimizer = evenstep.WhitenedSGD(layer, lr=0.1, **PAPER)
         for batch in (first, x):
-            old = copy.deepcopy(layer)
-            optimizer.zero_grad()
-            layer(batch).sin().sum(1).mean().backward()
-            optimizer.step()
-        return torch.cat([(layer.weight - old.weight).flatten(), layer.bias - old.bias]).detach()
+            moved = moved_by(optimizer, layer(batch).sin().sum(1).mean())
+        return torch.cat([moved[layer.weight].flatten(), moved[layer.bias]])
 
     assert_close(second_step(torch.cat([a, b])), (second_step(a) + second_step(b)) / 2)
 

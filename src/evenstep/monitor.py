@@ -145,7 +145,7 @@ class CurvatureMonitor:
             for step, layers, _ in records:
                 rows = {layer: dict(zip(COLUMNS + _HIDDEN, next(values), strict=True)) for layer in layers}
                 found += self._watch.events(step, rows)
-        found += self._watch.skips(self._step + 1, int(self._optimizer._nonfinite), passed=False)
+        found += self._watch.skips(self._step, int(self._optimizer._nonfinite), passed=False)
         self._told = self._step
         while len(self._records) > 1:  # the newest stays, for scalars()
             self._records.popleft()

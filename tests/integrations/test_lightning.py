@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+
+from helpers import assert_all_moved, assert_same, plain_loop, regression
 
 lightning = pytest.importorskip("lightning")
 
+CLOSE = {"rtol": 1.3e-6, "atol": 1e-5}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -40,12 +43,8 @@ class Regression(lightning.LightningModule):
         return self.case.build(self)
 
 
-def network():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.randn(48, 4) + 1, torch.randn(48, 2)), batch_size=8)
+def loader(batches):
+    return DataLoader(batches, batch_size=None)
 
 
 def fit(model, data, epochs=1, path=None, **options):
@@ -54,78 +53,52 @@ def fit(model, data, epochs=1, path=None, **options):
     return trainer
 
 
-def plain(case, net, data, every=1, clip=None, epochs=1):
-    """The loop by hand."""
-    optimizer = case.build(net)
-    for _ in range(epochs):
-        for k, (x, y) in enumerate(data):
-            (functional.mse_loss(net(x), y) / every).backward()
-            if (k + 1) % every == 0:
-                if clip is not None:
-                    nn.utils.clip_grad_norm_(net.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
-    return net
-
-
-def assert_same(net, other):
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 @pytest.mark.feature("Lightning: automatic optimization")
 def test_automatic_optimization_is_the_plain_loop(case):
-    net, data = network(), loader()
-    twin = copy.deepcopy(net)
-    fit(Regression(case, net), data)
-    assert_same(net, plain(case, twin, data))
+    net, twin, batches = regression()
+    fit(Regression(case, net), loader(batches))
+    assert_same(plain_loop(case.build(twin), twin, batches), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: manual optimization")
 def test_manual_optimization_is_the_plain_loop(case):
-    net, data = network(), loader()
-    twin = copy.deepcopy(net)
-    fit(Regression(case, net, manual=True), data)
-    assert_same(net, plain(case, twin, data))
+    net, twin, batches = regression()
+    fit(Regression(case, net, manual=True), loader(batches))
+    assert_same(plain_loop(case.build(twin), twin, batches), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: accumulation and clipping")
 def test_accumulation_and_clipping_are_those_of_the_plain_loop(case):
-    net, data = network(), loader()
-    twin = copy.deepcopy(net)
-    fit(Regression(case, net), data, accumulate_grad_batches=2, gradient_clip_val=0.1)
-    assert_same(net, plain(case, twin, data, every=2, clip=0.1))
+    net, twin, batches = regression()
+    fit(Regression(case, net), loader(batches), accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert_same(plain_loop(case.build(twin), twin, batches, every=2, clip=0.1), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: validation between epochs")
 def test_validation_changes_no_step(case):
-    net, data = network(), loader()
-    twin = copy.deepcopy(net)
+    net, twin, batches = regression()
     trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
-    trainer.fit(Regression(case, net), data, data)
-    assert_same(net, plain(case, twin, data, epochs=2))
+    trainer.fit(Regression(case, net), loader(batches), loader(batches))
+    assert_same(plain_loop(case.build(twin), twin, 2 * batches), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: bf16-mixed")
 def test_bf16_runs_and_stays_finite(case):
-    net, data = network(), loader()
-    before = copy.deepcopy(net)
-    fit(Regression(case, net), data, precision="bf16-mixed")
-    for p, q in zip(net.parameters(), before.parameters(), strict=True):
-        assert p.isfinite().all() and not torch.equal(p, q)
+    net, before, batches = regression()
+    fit(Regression(case, net), loader(batches), precision="bf16-mixed")
+    assert_all_moved(net, before.parameters())
 
 
 @pytest.mark.feature("Lightning: checkpoint and resume, bit for bit")
 def test_a_resumed_run_ends_where_the_whole_one_does(case, tmp_path):
-    net, data = network(), loader()
-    whole, resumed = copy.deepcopy(net), copy.deepcopy(net)
+    net, whole, batches = regression()
+    resumed, data = copy.deepcopy(net), loader(batches)
     fit(Regression(case, whole), data, epochs=3)
     half = fit(Regression(case, net), data, epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     half.save_checkpoint(tmp_path / "half.ckpt")
     nn.init.zeros_(resumed[0].weight)  # all is to come from the file
     fit(Regression(case, resumed), data, epochs=3, path=tmp_path / "half.ckpt", default_root_dir=tmp_path)
-    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_same(whole, resumed)
 
 
 @pytest.mark.feature("Lightning: example")

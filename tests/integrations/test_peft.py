@@ -22,8 +22,7 @@ def test_adapters_are_whitened_train_and_leave_the_rest_alone(case):
     rows = {row.parameter: row.treatment for row in optimizer.coverage()}
     adapters = [name for name in rows if "lora_" in name]
     assert len(adapters) == 4
-    expected = {"canonical": "canonical", "fan-in": "fan-in", "plain": "plain"}.get(case.cls.coordinates, "whitened")
-    assert {rows[name] for name in adapters} == {expected}
+    assert {rows[name] for name in adapters} == {case.cls.coordinates.name}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(2):
         optimizer.zero_grad()

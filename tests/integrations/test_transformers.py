@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import evenstep
+from helpers import assert_all_moved, assert_same
 
 transformers = pytest.importorskip("transformers")
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def run(example, model, folder, resume=None, trainer=None, **given):
@@ -28,29 +25,22 @@ def run(example, model, folder, resume=None, trainer=None, **given):
     return made
 
 
-def keywords(case):
-    """A case for the Trainer: the class, and keywords with the model among them."""
-    return case.cls, dict(case.keywords)
-
-
 @pytest.mark.feature("Transformers: Trainer(optimizers=…)")
 def test_an_optimizer_that_is_given(case, example, tmp_path):
     model = example.network()
     optimizer = case.build(model)
-    before = weights(model)
+    before = [p.detach().clone() for p in model.parameters()]
     run(example, model, tmp_path, optimizers=(optimizer, None))
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert_all_moved(model, before)
 
 
 @pytest.mark.feature("Transformers: Trainer(optimizer_cls_and_kwargs=…)")
 def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_given(case, example, tmp_path):
     model = example.network()
     twin = copy.deepcopy(model)
-    cls, given = keywords(case)
     run(example, model, tmp_path, optimizers=(case.build(model), None))
-    run(example, twin, tmp_path, optimizer_cls_and_kwargs=(cls, {"model": twin, **given}))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    run(example, twin, tmp_path, optimizer_cls_and_kwargs=(case.cls, {"model": twin, **case.keywords}))
+    assert_same(model, twin)
 
 
 def test_a_trainer_that_makes_its_own(example, tmp_path):
@@ -63,7 +53,7 @@ def test_a_trainer_that_makes_its_own(example, tmp_path):
     twin = copy.deepcopy(model)
     run(example, model, tmp_path, trainer=Own)
     run(example, twin, tmp_path, optimizers=(evenstep.UnitStep(twin, lr=0.05), None))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_same(model, twin)
 
 
 @pytest.mark.feature("Transformers: checkpoint and resume, bit for bit")
@@ -74,8 +64,7 @@ def test_a_resumed_run_ends_where_the_whole_one_does(case, example, tmp_path):
     run(example, whole, tmp_path / "whole", optimizers=(case.build(whole), None), options=saving)
     path = tmp_path / "whole" / "checkpoint-3"
     run(example, resumed, tmp_path / "half", path, optimizers=(case.build(resumed), None), options=saving)
-    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_same(whole, resumed)
 
 
 def test_accumulation_bf16_and_activation_checkpointing(example, tmp_path):
@@ -92,8 +81,7 @@ def test_every_layer_of_gpt2_is_whitened_and_the_rest_says_why(case, example):
     rows = {row.parameter: row for row in case.build(example.network()).coverage()}
     layers = {name: row for name, row in rows.items() if ".c_" in name}
     assert len(layers) == 2 * 2 * 4  # two blocks of four layers with a bias each
-    expected = {"canonical": "canonical", "fan-in": "fan-in", "plain": "plain"}.get(case.cls.coordinates, "whitened")
-    assert {row.treatment for row in layers.values()} == {expected}
+    assert {row.treatment for row in layers.values()} == {case.cls.coordinates.name}
     assert rows["transformer.wte.weight"].reason == "shared with Linear 'lm_head'"
     assert {row.treatment for name, row in rows.items() if name not in layers} == {"plain"}
 
@@ -133,7 +121,8 @@ def mixture(request):
 def test_every_expert_is_covered_and_trains(case, mixture):
     optimizer = case.build(mixture)
     rows = {row.parameter: row.treatment for row in optimizer.coverage() if ".experts." in row.parameter}
-    first = {"canonical": "fan-in", "fan-in": "fan-in", "plain": "plain"}.get(case.cls.coordinates, "whitened")
+    own = case.cls.coordinates.name
+    first = "fan-in" if own == "canonical" else own
     for name, treatment in rows.items():
         if "gate_up_proj" in name:
             assert treatment == first, name
