@@ -15,9 +15,10 @@ from torch.nn import functional
 
 import evenstep
 from data_files import write_cifar, write_idx, write_images, write_text
-from evenstep.lab import identity, records, reproduce, reproduction
-from evenstep.lab.experiments import EXPERIMENTS, Options, coupling, fig1, fig2, fig3, l2, scale, shock, tuning
-from evenstep.lab.experiments.common import borrow, finished, images, kept
+from evenstep.lab import identity, records, reproduce, reproduction, sweep
+from evenstep.lab.experiments import EXPERIMENTS, Options, Session, coupling, fig1, fig2, fig3, l2, scale, shock, tuning
+from evenstep.lab.experiments import session as sessions
+from evenstep.lab.experiments.session import finished, images, kept
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term, alexnet
 from evenstep.lab.usage import UsageError
@@ -53,7 +54,7 @@ def test_quick_run_gives_records_a_figure_a_table_and_a_verdict(quick, name):
 def test_a_second_run_adds_nothing(quick, name):
     path = quick / f"{name}.jsonl"
     before = path.read_bytes()
-    again = EXPERIMENTS[name].run(QUICK, path)
+    again = EXPERIMENTS[name].run(Session(QUICK, path))
     assert path.read_bytes() == before
     there = [records.dumps(r) for r in finished(path)]
     assert again and all(records.dumps(r) in there for r in again)
@@ -74,13 +75,13 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
             raise Stopped
 
     with pytest.raises(Stopped):
-        EXPERIMENTS[name].run(QUICK, path, "cpu", stop_at_second)
+        EXPERIMENTS[name].run(Session(QUICK, path, "cpu", stop_at_second))
     part = finished(path)
     assert 0 < len(part) < len(whole)
     with path.open("ab") as file:
         file.write(b'{"config": {"half a rec')
     with pytest.warns(UserWarning, match="was not written whole; it was moved to"):
-        EXPERIMENTS[name].run(QUICK, path)
+        EXPERIMENTS[name].run(Session(QUICK, path))
     now = finished(path)
     assert now[: len(part)] == part and len(now) == len(whole)
     drop = ("seconds",)
@@ -92,7 +93,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
 
 def test_a_record_that_lacks_its_line_end_is_kept_and_said(tmp_path):
     path = tmp_path / "fig1.jsonl"
-    whole = fig1.run(QUICK, path)
+    whole = fig1.run(Session(QUICK, path))
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     with pytest.warns(UserWarning, match=r"fig1\.jsonl, line 4 had no line end; it was added"):
@@ -103,7 +104,7 @@ def test_a_record_that_lacks_its_line_end_is_kept_and_said(tmp_path):
         assert finished(path) == whole[:-1]
     damaged = tmp_path / "fig1.jsonl.damaged"
     assert damaged.read_bytes() == content.splitlines()[3][:-8] + b"\n"
-    assert len(fig1.run(QUICK, path)) == 4
+    assert len(fig1.run(Session(QUICK, path))) == 4
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -129,7 +130,7 @@ def test_records_of_other_data_are_refused(tmp_path):
     path = tmp_path / "l2.jsonl"
     records.append(path, records.make({"method": "sg", "data": "something else"}, 0, []))
     with pytest.raises(UsageError, match=r"l2\.jsonl holds records on something else, this run is on Fashion"):
-        l2.run(QUICK, path)
+        l2.run(Session(QUICK, path))
 
 
 def of(data, record):
@@ -144,15 +145,15 @@ def test_other_data_of_the_same_name_are_refused_and_older_records_kept(quick, t
     for record in older:
         records.append(path, of({"data": "mine"}, record))
     before = path.read_bytes()
-    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: mine)
-    EXPERIMENTS[name].run(QUICK, path)
+    monkeypatch.setattr(sessions, "images", lambda *_, **__: mine)
+    EXPERIMENTS[name].run(Session(QUICK, path))
     (added,) = finished(path)[len(older) :]
     assert path.read_bytes().startswith(before)
     assert added["config"] == of(identity.described(mine), last)["config"] and identity.DIGEST in added["config"]
     others, told = replace(mine, train_y=mine.train_y.flip(0)), []
-    monkeypatch.setattr(EXPERIMENTS[name], "images", lambda *_, **__: others)
+    monkeypatch.setattr(sessions, "images", lambda *_, **__: others)
     with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called mine"):
-        EXPERIMENTS[name].run(QUICK, path, progress=lambda *what: told.append(what))
+        EXPERIMENTS[name].run(Session(QUICK, path, "cpu", lambda *what: told.append(what)))
     assert not told and finished(path)[-1] == added
 
 
@@ -163,13 +164,13 @@ def test_what_other_data_of_the_same_name_gave_is_not_borrowed(quick, tmp_path):
     for record in (old, new):
         records.append(tmp_path / "fig2.jsonl", record)
     others, out = replace(mine, train_y=mine.train_y.flip(0)), tmp_path / "l2.jsonl"
-    borrow(out, "fig2", list, others)
+    Session(QUICK, out).borrow("fig2", list, others)
     assert finished(out) == [old]
-    borrow(out, "fig2", list, mine)
+    Session(QUICK, out).borrow("fig2", list, mine)
     assert finished(out) == [old, new]
     records.append(tmp_path / "fig2.jsonl", {"config": {"data": "mine"}})
     with pytest.raises(UsageError, match=r"fig2\.jsonl holds records that are not of fig2"):
-        borrow(out, "fig2", list, mine)
+        Session(QUICK, out).borrow("fig2", list, mine)
 
 
 def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
@@ -208,10 +209,10 @@ def test_the_clock_begins_nothing_that_would_end_too_late(monkeypatch):
 
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
-        def run(options, out, device, progress):
-            progress(name, 0, 1)
+        def run(session):
+            session.progress(name, 0, 1)
             now[0] += 30
-            records.append(out, records.make({"name": name}, 0, []))
+            records.append(session.out, records.make({"name": name}, 0, []))
 
         return run
 
@@ -229,7 +230,7 @@ def test_a_budget_lets_begun_trainings_end(tmp_path):
             raise reproduce.OutOfTime
 
     with pytest.raises(reproduce.OutOfTime):
-        fig2.run(QUICK, tmp_path / "fig2.jsonl", "cpu", progress)
+        fig2.run(Session(QUICK, tmp_path / "fig2.jsonl", "cpu", progress))
     assert len(finished(tmp_path / "fig2.jsonl")) == 3
 
 
@@ -401,70 +402,39 @@ def test_alexnet_has_eight_layers():
 def made_up(contender, lr, seed, loss, **config):
     settings = {"options": contender.options, "model_options": {}, "epochs": 4, "data": "none", **config}
     row = {"epoch": 4, "train_loss": loss, "diverged": loss is None, "test_accuracy": 0.5, "dead_share": 0.0}
-    return {"config": {"method": contender.method, "lr": lr, **settings}, "seed": seed, "metrics": [row]}
-
-
-def valley(best):
-    """A sweep whose losses are lowest at `best`, and which diverges ten times above it."""
-
-    def sweep(trials, arrays, out, *, device, on_begin):
-        for trial in trials:
-            on_begin(trial)
-        contender = tuning.Contender("", trials[0].method, ()) if trials else None
-        losses = [None if t.lr > 10 * best else 0.1 + math.log10(t.lr / best) ** 2 for t in trials]
-        return [made_up(contender, t.lr, t.seed, loss) for t, loss in zip(trials, losses, strict=True)]
-
-    return sweep
+    return {"config": {"method": contender.method, "lr": lr, **settings, "seed": seed}, "seed": seed, "metrics": [row]}
 
 
 @pytest.mark.parametrize(
-    ("best", "growth", "rates"),
-    [
-        (1.0, 3, {0.5, 1.0, 2.0}),
-        (8.0, 3, {0.5, 1.0, 2.0, 4.0, 8.0, 16.0}),
-        (0.25, 3, {0.125, 0.25, 0.5, 1.0, 2.0}),
-        (0.001, 2, {0.125, 0.25, 0.5, 1.0, 2.0}),
-        (8.0, 0, {0.5, 1.0, 2.0}),
-    ],
+    ("best", "beyond", "chosen"),
+    [(1.0, None, 1.0), (4.0, 4.0, 4.0), (0.25, 0.25, 0.25), (0.001, 0.25, 0.25), (64.0, 4.0, 4.0)],
 )
-def test_a_grid_grows_until_the_best_lies_inside(monkeypatch, best, growth, rates):
-    monkeypatch.setattr(tuning, "sweep", valley(best))
-    contender, plan = tuning.Contender("SG", "sg", (0.5, 1.0, 2.0)), tuning.Plan(seeds=3, growth=growth)
-    found = tuning.tuned(
-        [tuning.Entrant(contender, {})],
-        plan,
-        images(QUICK),
-        Path("none"),
-        device="cpu",
-        progress=lambda *_: None,
-        seed=7,
-    )
-    assert {r["config"]["lr"] for r in found if r["seed"] == 7} == rates
-    others = {(r["seed"], r["config"]["lr"]) for r in found if r["seed"] != 7}
-    chosen = tuning.best_rate(found)
-    assert {(8, chosen), (9, chosen)} <= others and len(others) <= 4  # of the last two stepsizes that may be best
-    assert len({(r["seed"], r["config"]["lr"]) for r in found}) == len(found)
-    assert chosen == (best if best in rates else min(rates, key=lambda lr: abs(math.log(lr / best))))
-    assert [r["seed"] for r in tuning.at_best(found, contender)] == [7, 8, 9]
+def test_a_grid_grows_once_where_the_best_is_at_an_end_and_its_best_has_three_seeds(monkeypatch, best, beyond, chosen):
+    """All contenders train in two stages: their grids, then what lies beyond and the further seeds."""
 
+    def sweep_valley(trials, arrays, out, *, device, on_begin):
+        """Losses are lowest at `best`; training diverges ten times above it."""
+        stages.append([(t.method, t.lr, t.seed) for t in trials])
+        for trial in trials:
+            on_begin(trial)
+        losses = [None if t.lr > 10 * best else 0.1 + abs(math.log10(t.lr / best)) / 2 for t in trials]
+        who = [tuning.Contender("", t.method, ()) for t in trials]
+        return [made_up(c, t.lr, t.seed, loss) for c, t, loss in zip(who, trials, losses, strict=True)]
 
-def test_all_that_a_gpu_runs_is_few_stages(monkeypatch):
-    """One for the grids of all contenders, one for what lies beyond their ends and for the further seeds."""
-    contenders = [tuning.Contender(name, name, (0.5, 1.0, 2.0)) for name in ("sg", "adam")]
-    stages, really = [], tuning.in_stage
-    monkeypatch.setattr(tuning, "sweep", valley(8.0))
-    monkeypatch.setattr(tuning, "in_stage", lambda trials, *a, **k: (stages.append(trials), really(trials, *a, **k))[1])
-    plan, told = tuning.Plan(seeds=2), []
-    entrants = [tuning.Entrant(contender, {}) for contender in contenders]
-    tuning.tuned(entrants, plan, images(QUICK), Path("none"), device="cpu", progress=lambda *what: told.append(what))
-    first, last = ([(t.method, t.lr, t.seed) for t in stage] for stage in stages)
-    assert first == [(name, lr, 0) for name in ("sg", "adam") for lr in (0.5, 1.0, 2.0)]
-    assert last == [(name, lr, seed) for name in ("sg", "adam") for lr in (2.0, 4.0) for seed in (0, 1)]
-    assert told[0] == ("sg, stepsize 0.5", 0, 6)
-
-
-def test_a_thin_plan_takes_the_middle():
-    assert tuning.Plan(thin=2).grid(tuning.Contender("", "sg", (1.0, 2.0, 3.0, 4.0))) == (2.0, 3.0)
+    stages, told, grid = [], [], (0.5, 1.0, 2.0)
+    monkeypatch.setattr(sweep, "sweep", sweep_valley)
+    contenders = [tuning.Contender(name, name, grid) for name in ("sg", "adam")]
+    session = Session(Options(seed=7), Path("none"), "cpu", lambda *what: told.append(what))
+    found = tuning.tuned(session, [(contender, {}) for contender in contenders], images(QUICK))
+    first, last = stages
+    assert first == [(name, lr, 7) for name in ("sg", "adam") for lr in grid] and told[0] == ("sg, stepsize 0.5", 0, 6)
+    rates = sorted({lr for _, lr, _ in last})
+    assert set(rates) == {min(grid, key=lambda lr: abs(math.log(lr / best))), beyond} - {None}
+    assert sorted(last) == sorted((name, lr, seed) for name in ("sg", "adam") for lr in rates for seed in (7, 8, 9))
+    assert len({(r["config"]["method"], r["seed"], r["config"]["lr"]) for r in found}) == len(found)
+    for contender in contenders:
+        runs = tuning.at_best(found, contender)
+        assert [(r["seed"], r["config"]["lr"]) for r in runs] == [(seed, chosen) for seed in (7, 8, 9)]
 
 
 def test_failures_are_those_above_the_best_stepsize():
@@ -595,7 +565,7 @@ def test_figure_3_is_judged_by_loss_and_by_seconds():
 
     def all_of(loss, seconds):
         others = [run(name, 9.0, 9.0) for name in list(fig3.AFTERWARDS)[1:]]
-        return [run(fig3.BATCH_NORM[0], 1.0, 1.0), run(next(iter(fig3.AFTERWARDS)), loss, seconds), *others]
+        return [run(fig3.BATCH_NORM, 1.0, 1.0), run(fig3.WHITENING, loss, seconds), *others]
 
     assert fig3.per_epoch(all_of(1.04, 2.0)).held is True and fig3.per_second(all_of(1.04, 2.0)).held is False
     assert fig3.per_epoch(all_of(1.2, 0.5)).held is False and fig3.per_second(all_of(1.2, 0.5)).held is True
@@ -608,7 +578,7 @@ def test_figure_3_takes_no_run_that_ended_above_guessing():
         rows = [{"epoch": 1, "seconds": 1.0, "swept_loss": loss}]
         return {"config": {"name": name, "then": None, "first": first}, "metrics": rows}
 
-    names = (fig3.BATCH_NORM[0], *fig3.AFTERWARDS)
+    names = (fig3.BATCH_NORM, *fig3.AFTERWARDS)
     assert fig3.last_loss(run("", 5.2)) == 5.2 and fig3.last_loss(run("", 5.4)) == math.inf
     assert fig3.per_epoch([run(name, 5.4) for name in names]).held is None
 
@@ -632,5 +602,5 @@ def test_shock_claims_are_about_unguarded_whitening():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_quick_runs_on_a_gpu(name, tmp_path):
-    found = EXPERIMENTS[name].run(QUICK, tmp_path / "records.jsonl", torch.device("cuda"))
+    found = EXPERIMENTS[name].run(Session(QUICK, tmp_path / "records.jsonl", torch.device("cuda")))
     assert found and all(claim.judge(found).text for claim in EXPERIMENTS[name].CLAIMS)

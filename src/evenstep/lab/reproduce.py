@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from . import usage
-from .experiments import EXPERIMENTS, Options, Progress
-from .experiments.common import kept, silent
+from .experiments import EXPERIMENTS, Options, Progress, Session
+from .experiments.session import kept, silent
 from .records import Record
 
 
@@ -64,7 +64,7 @@ def reproduce(
     for number, name in enumerate(names):
         try:
             clock(name, 0, 0)
-            EXPERIMENTS[name].run(options, out / f"{name}.jsonl", device, clock)
+            EXPERIMENTS[name].run(Session(options, out / f"{name}.jsonl", device, clock))
         except OutOfTime:
             return list(names[number:])
     return []

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from .experiments import EXPERIMENTS
-from .experiments.common import QUICK_IMAGES, kept
+from .experiments.session import QUICK_IMAGES, kept
 from .records import Record
 from .usage import UsageError, of_file, writable_folder
 

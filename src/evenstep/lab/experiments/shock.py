@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,26 +23,22 @@ import evenstep
 from ...math.moments import batch_moments, usable
 from ...statistics.batch import LayerStatistics
 from ...step.block import Block
-from ...torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 from ..data import Arrays
 from ..models import paper_cnn
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
+from .common import NOT_RUN, Claim, Figure, Verdict, failures_expected
+from .session import Session
 
-OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
-    "UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05),
-    "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
-    "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, **OFF),
-    "unguarded UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05, **OFF),
-    "unguarded Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3, **OFF),
+GUARDED: dict[str, Callable[..., Any]] = {
+    "WhitenedSGD": partial(evenstep.WhitenedSGD, lr=0.3),
+    "UnitStep": partial(evenstep.UnitStep, lr=0.05),
+    "Whitened(AdamW)": partial(evenstep.Whitened, base=torch.optim.AdamW, lr=1e-3),
 }
+UNGUARDED = {f"unguarded {name}": partial(build, fresh_max=None, trust=None) for name, build in GUARDED.items()}
+OPTIMIZERS = GUARDED | UNGUARDED
 PAPERS = "unguarded WhitenedSGD"
 KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
 BATCH, SHARE = 64, 10  # one unit in ten is rescaled
-WATCHED = ("grown", "growth", "mean_distance", "dead_inputs", "guarded_inputs", "guarded_units", "largest_step")
-NOTHING = dict.fromkeys(WATCHED, 0.0)
 SETTING = (
     "The paper's CNN, batch 64, 200 steps; then 12 of the 120 units of its first dense layer are rescaled by κ, and "
     "100 steps follow, on the same batches as without a shock (κ = 1). Two seeds. The ratio is the mean training loss "
@@ -115,36 +110,30 @@ def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
     return Scene(network, part.normalize(part.train_x), part.train_y, before, after)
 
 
-class MomentDistances:
-    """How far each layer's batch is from its running moments in the newest step, and what the guards did."""
+class Inputs:
+    """The units of each layer's input in the newest step: how many have grown, and the share that is dead.
 
-    def __init__(self, optimizer: CoordinateOptimizer) -> None:
+    Grown: the variance of the batch is over ten times the running one. Dead: zero on the whole batch.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
         """Watch every step of `optimizer`."""
-        self.layers: dict[str, dict[str, float]] = {}  # path -> WATCHED
+        self.grown: dict[str, float] = {}  # by the layer's path
+        self.dead: dict[str, float] = {}
         optimizer._monitors.append(self)
 
     def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is None or block.entry is None or "mx" not in state:
             return
-        raised, held, largest = stage.last.tolist()
-        values = [*distances(stage, state), raised / stage.inputs, held / block.units, largest]
-        self.layers[block.entry.path] = dict(zip(WATCHED, values, strict=True))
+        sums, path = stage.sums(), block.entry.path
+        mean, var = batch_moments(sums, stage.centre)
+        known = usable(sums) & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
+        self.grown[path] = (known & (var > 10 * state["vx"])).sum().item()
+        self.dead[path] = (usable(sums) & (mean == 0) & (var == 0)).double().mean().item()
 
     def end_step(self) -> None:
-        """Called by the optimizer at the end of a step; `layers` is complete."""
-
-
-def distances(stage: LayerStatistics, state: dict[str, Any]) -> list[float]:
-    """The columns of WATCHED that compare the batch with the running moments of one layer."""
-    sums, tiny = stage.sums(), torch.finfo(stage.centre.dtype).tiny
-    mean, var = batch_moments(sums, stage.centre)
-    alive = usable(sums) & (state["mass"] > 0) & (state["vx"] > tiny)
-    vx = state["vx"].clamp(min=tiny)
-    growth = torch.where(alive, var / vx, 1.0)
-    distance = torch.where(alive, (mean - state["mx"]).abs() * vx.rsqrt(), 0.0)
-    dead = usable(sums) & (mean == 0) & (var == 0)
-    return [(growth > 10).sum().item(), growth.max().item(), distance.max().item(), dead.double().mean().item()]
+        """Called by the optimizer at the end of a step."""
 
 
 @torch.no_grad()
@@ -168,17 +157,16 @@ def prepared(scene: Scene, name: str, seed: int) -> State:
 
 
 def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
-    """A row per step after a shock of κ (1 is none): the loss, and the moments and events of the layer behind it."""
+    """A row per step after a shock of κ (1 is none): the loss, and the inputs and events of the layer behind it."""
     model, optimizer = scene.start(name, seed, state)
     _, layer = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][:2]
-    monitor, seen, rows = evenstep.CurvatureMonitor(optimizer), MomentDistances(optimizer), list[dict[str, Any]]()
+    monitor, inputs, rows = evenstep.CurvatureMonitor(optimizer), Inputs(optimizer), list[dict[str, Any]]()
     if kappa != 1:
         shock(model, kappa, seed)
     for loss in scene.losses(model, optimizer, scene.batches(seed)[scene.before :]):
         events = [str(event) for event in monitor.events() if event.layer == layer]
-        row = {"step": len(rows) + 1, "loss": loss, **seen.layers.get(layer, NOTHING), "events": events}
-        dead = max((values["dead_inputs"] for values in seen.layers.values()), default=0.0)
-        rows.append({**row, "dead_somewhere": dead})
+        row = {"step": len(rows) + 1, "loss": loss, "grown": inputs.grown.get(layer, 0.0), "events": events}
+        rows.append({**row, "dead_somewhere": max(inputs.dead.values(), default=0.0)})
     return rows
 
 
@@ -197,47 +185,41 @@ def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
         "events": [event for row in rows for event in row["events"]][:5],
     }
     kept = [row for row in rows if row["step"] <= 30 or row["step"] % 10 == 0] if trace else []
-    return [summary, *({k: v for k, v in row.items() if k != "events"} for row in kept)]
+    return [summary, *({k: row[k] for k in ("step", "loss", "grown")} for row in kept)]
 
 
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """A record for each optimizer, seed and κ."""
-    arrays = images(options, device)
-    only(out, [arrays])
-    scene = mlp_scene(arrays, 20, 10) if options.quick else cnn_scene(arrays)
-    names = (PAPERS, "WhitenedSGD") if options.quick else tuple(OPTIMIZERS)
-    kappas = (1.0, 100.0) if options.quick else (1.0, *KAPPAS)
-    seeds = [options.seed] if options.quick else [options.seed, options.seed + 1]
-    length = {"network": "mlp" if options.quick else "paper_cnn", "before": scene.before, "after": scene.after}
+    arrays, quick, seed = session.images(), session.options.quick, session.options.seed
+    scene = mlp_scene(arrays, 20, 10) if quick else cnn_scene(arrays)
+    names = (PAPERS, "WhitenedSGD") if quick else tuple(OPTIMIZERS)
+    kappas = (1.0, 100.0) if quick else (1.0, *KAPPAS)
+    seeds = [seed] if quick else [seed, seed + 1]
+    length = {"network": "mlp" if quick else "paper_cnn", "before": scene.before, "after": scene.after}
     found: list[Record] = []
-    for name, seed in itertools.product(names, seeds):
-        progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
-        state = functools.cache(partial(prepared, scene, name, seed))
+    for name, number in itertools.product(names, seeds):
+        session.progress(f"{name}, seed {number}", len(found), len(names) * len(seeds) * len(kappas))
+        state = functools.cache(partial(prepared, scene, name, number))
         for kappa in kappas:
-            trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
-
-            make = partial(_metrics, scene, name, seed, kappa, state, trace)
-            config = {"experiment": "shock", "name": name, "kappa": kappa, **length}
+            trace = number == seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
+            make = partial(metrics, scene, name, number, kappa, state, trace)
             with failures_expected():
-                found.append(stored(out, config, seed, make, device, arrays))
+                config = {"experiment": "shock", "name": name, "kappa": kappa, "seed": number, **length}
+                found.append(session.stored(config, make, arrays))
     return found
 
 
-def _metrics(
+def metrics(
     scene: Scene, name: str, seed: int, kappa: float, state: Callable[[], State], trace: bool
 ) -> list[dict[str, Any]]:
+    """The metrics of one shock's record."""
     return condensed(aftermath(scene, name, seed, kappa, state()), trace)
-
-
-def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
-    """The summary of each seed, by seed."""
-    mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
-    return [r["metrics"][0] for r in sorted(mine, key=lambda r: r["seed"])]
 
 
 def mean(records: list[Record], name: str, kappa: float, column: str) -> float:
     """A column of the summaries, averaged over seeds; infinite where one is not finite."""
-    values = [s[column] for s in summaries(records, name, kappa)]
+    mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
+    values = [r["metrics"][0][column] for r in mine]
     return statistics.fmean(math.inf if value is None else value for value in values)
 
 
@@ -260,13 +242,12 @@ def agreement(records: list[Record]) -> Verdict:
     names, kappas = named(records)
     if PAPERS not in names:
         return NOT_RUN
-    kappa = max(kappas)
     usual = mean(records, PAPERS, 1.0, "grown_on_average")
-    jump = mean(records, PAPERS, kappa, "grown_at_once")
+    jump = mean(records, PAPERS, max(kappas), "grown_at_once")
     return Verdict(
         usual < 1 < 3 * usual + 1 < jump,
         f"The variance of a unit's output on a batch was over ten times the running one for {usual:.1f} of the layer's "
-        f"units in a step without a shock, and for {jump:.0f} at the step after κ = {kappa:g}.",
+        f"units in a step without a shock, and for {jump:.0f} at the step after κ = {max(kappas):g}.",
     )
 
 
@@ -277,12 +258,11 @@ def harm(records: list[Record]) -> Verdict:
         return NOT_RUN
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
-    guarded = [n for n in names if not n.startswith("unguarded")]
-    losses_with_guards = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
+    guarded = {n: max(ratio(records, n, kappa) for kappa in kappas) for n in names if n in GUARDED}
     return Verdict(
         not harmed[worst] < 2,
         f"Unguarded whitening after κ = {worst:g}: {harmed[worst]:.3g} times the loss without a shock. With guards, "
-        f"the worst of all κ: {losses_with_guards}.",
+        f"the worst of all κ: {', '.join(f'{name} {price:.3f}' for name, price in guarded.items())}.",
     )
 
 
@@ -300,12 +280,6 @@ def death(records: list[Record]) -> Verdict:
     )
 
 
-def table(records: list[Record]) -> list[list[str]]:
-    """Head and rows for the docs: loss ratios."""
-    names, kappas = named(records)
-    return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
-
-
 CLAIMS = (
     Claim(
         "§4.4",
@@ -317,6 +291,12 @@ CLAIMS = (
 )
 
 
+def table(records: list[Record]) -> list[list[str]]:
+    """Head and rows for the docs: loss ratios."""
+    names, kappas = named(records)
+    return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
+
+
 def plot(records: list[Record]) -> Figure:
     """The price of each shock, and the monitor's view of the largest one."""
     from .. import drawing
@@ -324,20 +304,15 @@ def plot(records: list[Record]) -> Figure:
     figure, (price, loss, view) = drawing.panels(3)
     names, kappas = named(records)
     for k, name in enumerate(names):
-        style: dict[str, Any] = {
-            "color": drawing.COLOURS[k],
-            "marker": drawing.MARKS[k],
-            "markersize": 4,
-            "label": name,
-        }
-        price.plot(kappas, [min(ratio(records, name, kappa), 100) for kappa in kappas], **style)
+        price.plot(kappas, [min(ratio(records, name, kappa), 100) for kappa in kappas], **drawing.style(k, name))
     for name in (n for n in names if n.endswith("WhitenedSGD")):
         for kappa, line in ((1.0, ":"), (max(kappas), "-")):
             traces = [r["metrics"][1:] for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
             rows = max(traces, key=len)
-            style = {"color": drawing.COLOURS[names.index(name)], "linestyle": line, "label": f"{name}, κ = {kappa:g}"}
-            loss.plot([row["step"] for row in rows], [row["loss"] for row in rows], **style)
-            view.plot([row["step"] for row in rows], [row["grown"] for row in rows], **style)
+            style: dict[str, Any] = {"color": drawing.COLOURS[names.index(name)], "linestyle": line}
+            for panel, column in ((loss, "loss"), (view, "grown")):
+                steps, values = ([row[key] for row in rows] for key in ("step", column))
+                panel.plot(steps, values, label=f"{name}, κ = {kappa:g}", **style)
     price.set_xscale("log")
     for panel in (price, loss):
         panel.set_yscale("log")
