@@ -1,7 +1,6 @@
 """The optimizers whose steps are timed: ours, in one or two versions, and torch's."""
 
 import atexit
-import hashlib
 import importlib
 import re
 import shutil
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import records, usage
+from . import usage
 
 BEFORE = "evenstep_before"  # the name under which another version of the package is imported
 MOMENTUM = 0.9
@@ -55,24 +54,34 @@ def sgd(_: Any, model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def unit_step(package: Any, model: nn.Module) -> Optimizer:
-    """UnitStep, which version 0.1 called EvenStep."""
-    cls = getattr(package, "UnitStep", None) or package.EvenStep
-    return cls(model, lr=LR, momentum=MOMENTUM)
+def adamw(_: Any, model: nn.Module) -> Optimizer:
+    """torch's fused AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def whitened_adamw(package: Any, model: nn.Module) -> Optimizer:
+    """The same rule in whitened coordinates."""
+    return package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True)
+
+
+def ours(*names: str) -> Contender:
+    """Our optimizer with momentum, by the name of its class, or the older one that another version may have."""
+
+    def build(package: Any, model: nn.Module) -> Optimizer:
+        cls = next(getattr(package, name) for name in names if hasattr(package, name))
+        return cls(model, lr=LR, momentum=MOMENTUM)
+
+    return Contender(build, ours=True)
 
 
 CONTENDERS = {
     "sgd": Contender(sgd),
     "batch-norm": Contender(sgd),  # on the network with batch norm
-    "adamw-fused": Contender(lambda _, model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
+    "adamw-fused": Contender(adamw),
     "muon": Contender(lambda _, model: MuonAndAdamW(model)),
-    "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
-    "unitstep": Contender(unit_step, ours=True),
-    "whitened-adamw": Contender(
-        lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
-        base="adamw-fused",
-        ours=True,
-    ),
+    "whitened-sgd": ours("WhitenedSGD"),
+    "unitstep": ours("UnitStep", "EvenStep"),  # which version 0.1 called EvenStep
+    "whitened-adamw": Contender(whitened_adamw, base="adamw-fused", ours=True),
 }
 
 
@@ -104,14 +113,3 @@ def package_in(folder: Path) -> Path:
             "by git worktree add ../before COMMIT"
         )
     return folder / "evenstep"
-
-
-def identity(folder: Path) -> str:
-    """Commit of the package in `folder`, or else a digest of its files; EVENSTEP_AGAINST_COMMIT can name it."""
-    root = package_in(folder)
-    if commit := records.commit(folder.resolve().parent, "EVENSTEP_AGAINST_COMMIT"):
-        return commit
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return f"files {digest.hexdigest()[:12]}"
