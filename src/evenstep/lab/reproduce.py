@@ -76,10 +76,8 @@ def everything(out: Path, warn: Callable[[str], None] = warnings.warn) -> dict[s
     for name in EXPERIMENTS:
         try:
             found[name] = kept(name, out, warn)
-        except usage.UsageError as error:
-            warn(f"{name} is left out: {error}")
-        except OSError as error:
-            warn(f"{name} is left out: {usage.of_file(error)}")
+        except (usage.UsageError, OSError) as error:
+            warn(f"{name} is left out: {usage.of_file(error) if isinstance(error, OSError) else error}")
     return {name: records for name, records in found.items() if records}
 
 

@@ -4,110 +4,43 @@ Weights and bias into those units are multiplied by κ, the weights out of them 
 then off by κ² at once, which is what the paper found behind its failures; `MomentDistances` measures it.
 """
 
-import copy
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import evenstep
 
 from ...math.moments import batch_moments, usable
-from ...statistics.batch import LayerStatistics
-from ...step.block import Block
+from .. import trial
 from ..data import Arrays
-from ..models import paper_cnn
 from ..records import Record
+from ..trial import Trial
 from .common import NOT_RUN, Claim, Figure, Verdict, failures_expected
+from .fig2 import UNGUARDED
 from .session import Session
 
-GUARDED: dict[str, Callable[..., Any]] = {
-    "WhitenedSGD": partial(evenstep.WhitenedSGD, lr=0.3),
-    "UnitStep": partial(evenstep.UnitStep, lr=0.05),
-    "Whitened(AdamW)": partial(evenstep.Whitened, base=torch.optim.AdamW, lr=1e-3),
+GUARDED: dict[str, dict[str, Any]] = {
+    "WhitenedSGD": {"method": "whitening", "lr": 0.3, "options": {}},
+    "UnitStep": {"method": "unitstep", "lr": 0.05, "options": {}},
+    "Whitened(AdamW)": {"method": "whitened-adam", "lr": 1e-3, "options": {"betas": (0.9, 0.999)}},
 }
-UNGUARDED = {f"unguarded {name}": partial(build, fresh_max=None, trust=None) for name, build in GUARDED.items()}
-OPTIMIZERS = GUARDED | UNGUARDED
+OPTIMIZERS = GUARDED | {
+    f"unguarded {name}": {**how, "options": {**how["options"], **UNGUARDED}} for name, how in GUARDED.items()
+}
 PAPERS = "unguarded WhitenedSGD"
 KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
-BATCH, SHARE = 64, 10  # one unit in ten is rescaled
+BATCH = 64
 SETTING = (
     "The paper's CNN, batch 64, 200 steps; then 12 of the 120 units of its first dense layer are rescaled by κ, and "
     "100 steps follow, on the same batches as without a shock (κ = 1). Two seeds. The ratio is the mean training loss "
     "after the shock over that without. The paper's whitening is `WhitenedSGD` without guards, at the stepsize 0.3."
 )
-
-State = tuple[dict[str, Any], dict[str, Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class Scene:
-    """A network, its data, and the numbers of steps before and after the shock.
-
-    The first two nn.Linear of the network are the shocked layer and the one behind it.
-    """
-
-    network: Callable[[], nn.Module]
-    x: Tensor
-    y: Tensor
-    before: int
-    after: int
-
-    def build(self, seed: int) -> nn.Module:
-        """The network with its first weights."""
-        torch.manual_seed(seed)
-        return self.network().to(self.x.device)
-
-    def start(self, name: str, seed: int, state: State | None = None) -> tuple[nn.Module, Any]:
-        """A network and its optimizer at the start of training, or in a saved state."""
-        model = self.build(seed)
-        optimizer = OPTIMIZERS[name](model)
-        if state is not None:
-            for part, saved in zip((model, optimizer), copy.deepcopy(state), strict=True):
-                part.load_state_dict(saved)
-        return model, optimizer
-
-    def batches(self, seed: int) -> Tensor:
-        """Row numbers of every step's batch: [step, batch]."""
-        generator, count = torch.Generator().manual_seed(1000 + seed), len(self.y)
-        whole, steps = count - count % BATCH, self.before + self.after
-        epochs = range(math.ceil(steps * BATCH / whole))
-        orders = [torch.randperm(count, generator=generator)[:whole].view(-1, BATCH) for _ in epochs]
-        return torch.cat(orders)[:steps].to(self.x.device)
-
-    def losses(self, model: nn.Module, optimizer: Any, batches: Tensor) -> Iterator[float]:
-        """Train on the batches, and yield each loss after its step."""
-        for rows in batches:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(self.x[rows]), self.y[rows])
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-
-def mlp_scene(arrays: Arrays, before: int = 150, after: int = 100) -> Scene:
-    """An MLP 256-120-84-10 on 16x16 images of one channel: seconds on a CPU."""
-    x = functional.avg_pool2d(arrays.normalize(arrays.train_x), 2).flatten(1)
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
-
-    return Scene(network, x, arrays.train_y, before, after)
-
-
-def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
-    """The paper's CNN."""
-    part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
-    network = partial(paper_cnn, arrays.channels, classes=len(arrays.classes))
-    return Scene(network, part.normalize(part.train_x), part.train_y, before, after)
 
 
 class Inputs:
@@ -122,7 +55,7 @@ class Inputs:
         self.dead: dict[str, float] = {}
         optimizer._monitors.append(self)
 
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Any, stage: Any, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is None or block.entry is None or "mx" not in state:
             return
@@ -141,31 +74,36 @@ def shock(model: nn.Module, kappa: float, seed: int) -> None:
     """Rescale a tenth of the units of the first nn.Linear without changing the function."""
     first, second = [m for m in model.modules() if isinstance(m, nn.Linear)][:2]
     count = first.out_features
-    units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // SHARE]
+    units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // 10]
     units = units.to(first.weight.device)
     first.weight[units] *= kappa
     first.bias[units] *= kappa
     second.weight[:, units] /= kappa
 
 
-def prepared(scene: Scene, name: str, seed: int) -> State:
-    """The state of a network and its optimizer after training up to the shock."""
-    model, optimizer = scene.start(name, seed)
-    for _ in scene.losses(model, optimizer, scene.batches(seed)[: scene.before]):
+def aftermath(
+    arrays: Arrays, name: str, seed: int, kappa: float, before: int, after: int, model: nn.Module | None = None
+) -> list[dict[str, Any]]:
+    """A row per step after a shock of κ (1 is none): the loss, and the inputs and events of the layer behind it.
+
+    The first two nn.Linear of the network, by default the paper's CNN, are the shocked layer and the one behind it.
+    Training ends early where the loss is no longer finite.
+    """
+    epochs = math.ceil((before + after) * BATCH / len(arrays.train_y))
+    options = {} if model is not None else {"classes": len(arrays.classes)}
+    how = Trial(**OPTIMIZERS[name], seed=seed, epochs=epochs, batch_size=BATCH, model_options=options)
+    training = trial.start(how, arrays, arrays.train_x.device, model=model)
+    steps, rows = training.run(), list[dict[str, Any]]()
+    for _ in islice(steps, before):
         pass
-    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
-def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
-    """A row per step after a shock of κ (1 is none): the loss, and the inputs and events of the layer behind it."""
-    model, optimizer = scene.start(name, seed, state)
-    _, layer = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][:2]
-    monitor, inputs, rows = evenstep.CurvatureMonitor(optimizer), Inputs(optimizer), list[dict[str, Any]]()
+    _, layer = [n for n, m in training.model.named_modules() if isinstance(m, nn.Linear)][:2]
+    optimizer: Any = training.optimizer
+    monitor, inputs = evenstep.CurvatureMonitor(optimizer), Inputs(optimizer)
     if kappa != 1:
-        shock(model, kappa, seed)
-    for loss in scene.losses(model, optimizer, scene.batches(seed)[scene.before :]):
+        shock(training.model, kappa, seed)
+    for _ in islice(steps, after):
         events = [str(event) for event in monitor.events() if event.layer == layer]
-        row = {"step": len(rows) + 1, "loss": loss, "grown": inputs.grown.get(layer, 0.0), "events": events}
+        row = {"step": len(rows) + 1, "loss": training.loss.item(), "grown": inputs.grown[layer], "events": events}
         rows.append({**row, "dead_somewhere": max(inputs.dead.values(), default=0.0)})
     return rows
 
@@ -175,8 +113,9 @@ def mean_loss(rows: list[dict[str, Any]]) -> float:
     return statistics.fmean(row["loss"] for row in rows)
 
 
-def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
+def condensed(*shock: Any, trace: bool) -> list[dict[str, Any]]:
     """The metrics of a record: a summary, then, if wanted, the first steps and every tenth after them."""
+    rows = aftermath(*shock)
     summary = {
         "mean_loss": mean_loss(rows),
         "dead_units": min(row["dead_somewhere"] for row in rows[-10:]),
@@ -191,29 +130,20 @@ def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
 def run(session: Session) -> list[Record]:
     """A record for each optimizer, seed and κ."""
     arrays, quick, seed = session.images(), session.options.quick, session.options.seed
-    scene = mlp_scene(arrays, 20, 10) if quick else cnn_scene(arrays)
     names = (PAPERS, "WhitenedSGD") if quick else tuple(OPTIMIZERS)
     kappas = (1.0, 100.0) if quick else (1.0, *KAPPAS)
     seeds = [seed] if quick else [seed, seed + 1]
-    length = {"network": "mlp" if quick else "paper_cnn", "before": scene.before, "after": scene.after}
+    before, after = (20, 10) if quick else (200, 100)
+    part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
     found: list[Record] = []
-    for name, number in itertools.product(names, seeds):
-        session.progress(f"{name}, seed {number}", len(found), len(names) * len(seeds) * len(kappas))
-        state = functools.cache(partial(prepared, scene, name, number))
-        for kappa in kappas:
-            trace = number == seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
-            make = partial(metrics, scene, name, number, kappa, state, trace)
-            with failures_expected():
-                config = {"experiment": "shock", "name": name, "kappa": kappa, "seed": number, **length}
-                found.append(session.stored(config, make, arrays))
+    for name, number, kappa in itertools.product(names, seeds, kappas):
+        session.progress(f"{name}, seed {number}, κ = {kappa:g}", len(found), len(names) * len(seeds) * len(kappas))
+        config = {"experiment": "shock", "name": name, "kappa": kappa, "seed": number, "network": "paper_cnn"}
+        trace = number == seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
+        make = partial(condensed, part, name, number, kappa, before, after, trace=trace)
+        with failures_expected():
+            found.append(session.stored({**config, "before": before, "after": after}, make, arrays))
     return found
-
-
-def metrics(
-    scene: Scene, name: str, seed: int, kappa: float, state: Callable[[], State], trace: bool
-) -> list[dict[str, Any]]:
-    """The metrics of one shock's record."""
-    return condensed(aftermath(scene, name, seed, kappa, state()), trace)
 
 
 def mean(records: list[Record], name: str, kappa: float, column: str) -> float:
