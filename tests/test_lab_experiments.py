@@ -24,7 +24,8 @@ from evenstep.lab.models import L2Term, alexnet
 from evenstep.lab.usage import UsageError
 
 QUICK = Options(quick=True)
-RESULTS = Path(__file__).parents[1] / "results" / "reproduction"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "reproduction"
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +90,6 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
         assert one["config"] == other["config"]
         rows = [[{k: v for k, v in row.items() if k not in drop} for row in r["metrics"]] for r in (one, other)]
         assert rows[0] == rows[1]
-
-
-def test_a_record_that_lacks_its_line_end_is_kept_and_said(tmp_path):
-    path = tmp_path / "fig1.jsonl"
-    whole = fig1.run(Session(QUICK, path))
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.warns(UserWarning, match=r"fig1\.jsonl, line 4 had no line end; it was added"):
-        assert finished(path) == whole
-    assert path.read_bytes() == content
-    path.write_bytes(content[:-9])
-    with pytest.warns(UserWarning, match=r"line 4 was not written whole; it was moved to fig1\.jsonl\.damaged"):
-        assert finished(path) == whole[:-1]
-    damaged = tmp_path / "fig1.jsonl.damaged"
-    assert damaged.read_bytes() == content.splitlines()[3][:-8] + b"\n"
-    assert len(fig1.run(Session(QUICK, path))) == 4
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -240,13 +225,18 @@ def test_a_budget_lets_begun_trainings_end(tmp_path):
 def test_the_page_has_every_claim_and_every_figure(quick, tmp_path):
     page, *figures = reproduction.write(quick, tmp_path / "docs")
     text = page.read_text()
+    assert "**Quick runs**" in text and "Not run yet" not in text
     for name, experiment in EXPERIMENTS.items():
         assert f"figures/{name}.svg" in text and experiment.SETTING in text
-        for claim in experiment.CLAIMS:
-            assert claim.text in text and claim.section in text
-    assert "**Quick runs**" in text and "Not run yet" not in text
+        assert all(claim.text in text and claim.section in text for claim in experiment.CLAIMS)
     assert [f.stem for f in figures] == list(EXPERIMENTS)
     assert all(ElementTree.parse(f).getroot().tag.endswith("svg") for f in figures)
+
+
+def test_the_page_in_docs_is_what_the_committed_records_give():
+    found, source = {name: kept(name, RESULTS) for name in EXPERIMENTS}, RESULTS.relative_to(ROOT)
+    assert reproduction.page(found, source, Path("docs")) == (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    assert not any("EvenStep" in json.dumps(r["config"]) for records in found.values() for r in records)
 
 
 def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(quick, tmp_path):
@@ -260,13 +250,6 @@ def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(qui
     assert "Not run yet: fig2, l2, scale, fig3, coupling, shock." in text and "Quick" not in text
     with pytest.raises(UsageError, match="no records of fig1"):
         reproduction.write(tmp_path / "docs", tmp_path / "docs")
-
-
-def test_the_committed_records_decide_every_claim_under_todays_names():
-    for name, experiment in EXPERIMENTS.items():
-        found = kept(name, RESULTS)
-        assert found and not any("EvenStep" in json.dumps(r["config"]) for r in found)
-        assert not any(claim.judge(found).text.startswith("Not ") for claim in experiment.CLAIMS[1:])
 
 
 # figure 1: closed forms
@@ -296,12 +279,6 @@ def test_trajectories_against_closed_forms():
                 assert (abs(first), abs(second)) == pytest.approx((0.3, 0.3))
             else:
                 assert math.hypot(first, second) == pytest.approx(0.3)
-
-
-def test_figure_1_says_what_the_paper_prints(quick):
-    verdicts = [claim.judge(finished(quick / "fig1.jsonl")) for claim in fig1.CLAIMS]
-    held, text = all(v.held for v in verdicts), " ".join(v.text for v in verdicts)
-    assert held and "27°" in text and "43°" in text and "(2.91, -0.03)" in text and "33 times" in text
 
 
 # the coupling of App. D
@@ -451,98 +428,123 @@ def test_runs_that_end_above_guessing_are_no_results():
 # verdicts, on made-up records
 
 
-@pytest.mark.parametrize(
-    ("sg", "fan_in", "held"),
-    [((0.7, 0.8), (0.5, 0.6), True), ((0.5, 0.6), (0.7, 0.8), False), ((0.5, 0.7), (0.6, 0.8), None)],
-)
-def test_figure_2_left_is_decided_by_all_seeds(sg, fan_in, held):
-    pairs = ((fig2.SG, sg), (fig2.FAN_IN, fan_in))
-    found = [made_up(c, 0.1, seed, loss) for c, losses in pairs for seed, loss in enumerate(losses)]
-    assert fig2.left(found).held is held
+def ends(experiment, losses, **config):
+    """Runs that end with these losses, by the contender's name; of several seeds where there are several."""
+    return [
+        made_up(getattr(experiment, name), 0.1, seed, loss, **config)
+        for name, mine in losses.items()
+        for seed, loss in enumerate(mine)
+    ]
 
 
-@pytest.mark.parametrize(("whitening", "held"), [(0.1, True), (0.4, None), (0.6, False)])
-def test_figure_2_right_wants_half_of_the_loss(whitening, held):
-    found = [made_up(fig2.BATCH_NORM, 0.1, 0, 0.5), made_up(fig2.WHITENING, 0.1, 0, whitening)]
-    found.append(made_up(fig2.GUARDED, 0.1, 0, 0.01))  # not the paper's, so without a say
-    assert fig2.right(found).held is held
+def canonical(*ends_by_rate, sg=0.9):
+    rival = [made_up(fig2.SG, 0.1, 0, sg)] if sg else []
+    return rival + [made_up(fig2.CANONICAL, lr, 0, loss) for lr, loss in ends_by_rate]
 
 
-def test_figure_2_gives_no_share_of_a_loss_that_failed():
-    found = [made_up(fig2.BATCH_NORM, 0.1, 0, 3.0), made_up(fig2.WHITENING, 0.1, 0, 2.9)]
-    held, text = fig2.right(found)
-    assert held is None and "batch norm 1 of 1 seeds failed at 0.1. Ours" in text
+def scaling(small, whole):
+    return [
+        run
+        for epochs, losses in ((40, small), (4, whole))
+        for run in ends(scale, losses, epochs=epochs, model_options={"classes": 200})
+    ]
 
 
-@pytest.mark.parametrize(("at", "loss", "held"), [(2e-4, None, True), (2e-4, 0.5, None), (1e-2, None, False)])
-def test_canonical_scaling_must_fail_soon_to_fail_with_little_warning(at, loss, held):
-    found = [made_up(fig2.SG, 0.1, 0, 0.9), made_up(fig2.CANONICAL, 1e-4, 0, 0.3), made_up(fig2.CANONICAL, at, 0, loss)]
-    assert fig2.canonical(found).held is held
-
-
-@pytest.mark.parametrize("rates", [(1e-4,), (1e-4, 2e-4)])
-def test_canonical_scaling_that_never_trains_failed_at_every_stepsize(rates):
-    found = [made_up(fig2.SG, 0.1, 0, 0.9), *(made_up(fig2.CANONICAL, lr, 0, None) for lr in rates)]
-    held, text = fig2.canonical(found)
-    assert held is False and "1 of 1 seeds failed" in text and text.endswith("It failed at every stepsize tried.")
-    assert tuning.first_failure(found, fig2.CANONICAL) == 1e-4
-    trained = [found[0], made_up(fig2.CANONICAL, 1e-4, 0, 0.3)]
-    assert fig2.canonical(trained).text.endswith("It failed at no stepsize tried.")
-    assert fig2.canonical(found[1:]).held is None
-
-
-def test_coupling_counts_the_seeds_that_failed():
-    pairs = ((coupling.RUNNING, (0.5, 0.6)), (coupling.OWN, (1.0, 9.0)))
-    found = [made_up(c, 0.1, seed, loss, batch_size=64) for c, losses in pairs for seed, loss in enumerate(losses)]
-    held, text = coupling.disrupted(found)
-    assert held is True and "batch 64: 1.000 (1 of 2 seeds failed) with its own, 0.550 ± 0.071 with" in text
-
-
-def test_scaling_claims_are_about_the_two_sets():
-    def on(epochs, **losses):
-        setting = {"epochs": epochs, "model_options": {"classes": 200}}
-        return [made_up(getattr(scale, name), 0.1, 0, loss, **setting) for name, loss in losses.items()]
-
-    small, whole = on(40, SG=2.0, BATCH_NORM=1.5, WHITENING=1.0), on(4, SG=3.0, WHITENING=4.0)
-    assert scale.few(small + whole).held is True and scale.many(small + whole).held is True
-    better = on(4, SG=3.0, WHITENING=2.5)
-    assert scale.many(small + better).held is False
-    assert scale.few(on(40, SG=2.0, BATCH_NORM=0.5, WHITENING=1.0) + whole).held is False
-
-
-def l2_run(contender, seed, accuracies):
+def l2_run(contender, seed, accuracies, loss=0.5):
     rows = [
-        {"epoch": k + 1, "train_loss": 0.5, "diverged": False, "test_accuracy": a, "dead_share": 0.0}
-        for k, a in enumerate(accuracies)
+        {"epoch": k, "train_loss": loss, "diverged": False, "test_accuracy": a, "dead_share": 0.0}
+        for k, a in enumerate(accuracies, start=1)
     ]
     network = {"l2": contender.l2} if contender.l2 else {}
     config = {"method": contender.method, "lr": 0.2, "options": contender.options, "model_options": network}
     return {"config": config, "seed": seed, "metrics": rows}
 
 
-def l2_records(penalized):
+def l2_runs(*penalized, failed=False):
     found = [l2_run(l2.BATCH_NORM, seed, (0.5, 0.65, 0.66)) for seed in (0, 1)]
     found += [l2_run(l2.with_l2(l2.WHITENING, 0.01), seed, penalized) for seed in (0, 1)]
-    return [*found, l2_run(l2.WHITENING, 0, (0.5, 0.6)), l2_run(l2.with_l2(l2.WHITENING, 0.001), 0, (0.1, 0.2, 0.3))]
+    found += [l2_run(l2.WHITENING, 0, (0.5, 0.6)), l2_run(l2.with_l2(l2.WHITENING, 0.001), 0, (0.1, 0.2, 0.3))]
+    return found + ([l2_run(l2.with_l2(l2.WHITENING, 0.1), 0, (0.5, 0.9), loss=2.5)] if failed else [])
 
 
-def test_l2_recovers_what_batch_norm_has():
-    held, text = l2.recovered(l2_records((0.5, 0.6, 0.655)))
-    assert held and "λ = 0.01" in text
-    assert l2.recovered(l2_records((0.5, 0.6, 0.64))).held is False
+def fig3_runs(loss, seconds, norm=1.0, others=9.0):
+    """A run for each way to go on: whitening's, batch norm's, and those of the others."""
+    ends = {fig3.BATCH_NORM: (norm, 1.0)} | dict.fromkeys(fig3.AFTERWARDS, (others, 9.0))
+    ends[fig3.WHITENING] = loss, seconds
+    return [
+        {
+            "config": {"name": name, "then": None, "first": {"lr": 1.0, "model_options": {"classes": 200}}},
+            "metrics": [{"epoch": k, "seconds": seconds, "swept_loss": loss} for k in (1, 2)],
+        }
+        for name, (loss, seconds) in ends.items()
+    ]
 
 
-def test_l2_takes_no_run_that_ended_above_guessing():
-    found = l2_records((0.5, 0.6, 0.655))
-    failed = l2_run(l2.with_l2(l2.WHITENING, 0.1), 0, (0.5, 0.9))
-    failed["metrics"][-1]["train_loss"] = 2.5
-    assert l2.error_rate(failed) == 1.0 and "λ = 0.01," in l2.recovered([*found, failed]).text
+def shock_runs(**after):
+    """Runs without a shock; unguarded whitening after one, and guarded whitening, which it spared."""
+    calm = {"mean_loss": 0.5, "dead_units": 0.0, "grown_at_once": 0, "grown_on_average": 0.1}
+    runs = [(shock.PAPERS, 1.0, {}), ("WhitenedSGD", 1.0, {}), (shock.PAPERS, 100.0, after)]
+    return [
+        {"config": {"name": name, "kappa": kappa}, "seed": 0, "metrics": [calm | summary]}
+        for name, kappa, summary in [*runs, ("WhitenedSGD", 100.0, {"mean_loss": 0.51})]
+    ]
 
 
-def test_l2_rates_are_compared_where_they_were_measured():
-    assert l2.rates(l2_records((0.5, 0.65, 0.66))).held is True
-    assert l2.rates(l2_records((0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.66))).held is False
-    assert l2.rates(l2_records((None, None, 0.66))).held is None
+VERDICTS = [  # decided by all seeds
+    (fig2.left, ends(fig2, {"SG": (0.7, 0.8), "FAN_IN": (0.5, 0.6)}), True, "Lower"),
+    (fig2.left, ends(fig2, {"SG": (0.5, 0.6), "FAN_IN": (0.7, 0.8)}), False, "Not lower"),
+    (fig2.left, ends(fig2, {"SG": (0.5, 0.7), "FAN_IN": (0.6, 0.8)}), None, "Within the spread"),
+    # "far below" is half of the loss; guarded whitening is not the paper's, so it has no say
+    (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.1,), "GUARDED": (0.01,)}), True, "20% of its loss"),
+    (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.4,), "GUARDED": (0.01,)}), None, "but not far"),
+    (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.6,), "GUARDED": (0.01,)}), False, "120%"),
+    (
+        fig2.right,
+        ends(fig2, {"BATCH_NORM": (3.0,), "WHITENING": (2.9,)}),
+        None,
+        "norm 1 of 1 seeds failed at 0.1. Ours",
+    ),
+    (fig2.slightly, ends(fig2, {"BATCH_NORM": (0.2,), "SG": (0.5,)}), None, "more than slightly"),
+    # it must fail soon to fail with little warning
+    (fig2.canonical, canonical((1e-4, 0.3), (2e-4, None)), True, "It fails from 0.0002 on, 2 times its best"),
+    (fig2.canonical, canonical((1e-4, 0.3), (2e-4, 0.5)), None, "It failed at no stepsize tried."),
+    (fig2.canonical, canonical((1e-4, 0.3), (1e-2, None)), False, "100 times its best"),
+    (fig2.canonical, canonical((1e-4, None)), False, "It failed at every stepsize tried."),
+    (fig2.canonical, canonical((1e-4, None), (2e-4, None)), False, "It failed at every stepsize tried."),
+    (fig2.canonical, canonical((1e-4, None), sg=None), None, "Not run."),
+    (
+        coupling.disrupted,
+        ends(coupling, {"RUNNING": (0.5, 0.6), "OWN": (1.0, 9.0)}, batch_size=64),
+        True,
+        "batch 64: 1.000 (1 of 2 seeds failed) with its own, 0.550 ± 0.071 with",
+    ),
+    (scale.few, scaling({"SG": [2.0], "BATCH_NORM": [1.5], "WHITENING": [1.0]}, {"SG": [3.0]}), True, ""),
+    (scale.few, scaling({"SG": [2.0], "BATCH_NORM": [0.5], "WHITENING": [1.0]}, {"SG": [3.0]}), False, ""),
+    (scale.many, scaling({"SG": [2.0]}, {"SG": [3.0], "WHITENING": [4.0]}), True, ""),
+    (scale.many, scaling({"SG": [2.0]}, {"SG": [3.0], "WHITENING": [2.5]}), False, ""),
+    (l2.recovered, l2_runs(0.5, 0.6, 0.655), True, "λ = 0.01,"),
+    (l2.recovered, l2_runs(0.5, 0.6, 0.64), False, "λ = 0.01,"),
+    (l2.recovered, l2_runs(0.5, 0.6, 0.655, failed=True), True, "λ = 0.01,"),  # which ended above guessing
+    (l2.rates, l2_runs(0.5, 0.65, 0.66), True, ""),
+    (l2.rates, l2_runs(0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.66), False, ""),
+    (l2.rates, l2_runs(None, None, 0.66), None, "after the last epoch alone"),
+    (fig3.per_epoch, fig3_runs(1.04, 2.0), True, "1.040"),
+    (fig3.per_epoch, fig3_runs(1.2, 0.5), False, "1.200"),
+    (fig3.per_epoch, fig3_runs(1.0, 1.0)[:2], None, "Not all runs"),
+    (fig3.per_epoch, fig3_runs(5.4, 1.0, norm=5.4), None, "inf"),  # above guessing among 200 classes
+    (fig3.per_second, fig3_runs(1.04, 2.0), False, "2.00"),
+    (fig3.per_second, fig3_runs(1.2, 0.5), True, "0.50"),
+    *((claim.judge, shock_runs(mean_loss=50.0, dead_units=0.3, grown_at_once=12), True, "") for claim in shock.CLAIMS),
+    *((claim.judge, shock_runs(mean_loss=0.6), False, "") for claim in shock.CLAIMS),
+    (shock.harm, shock_runs(mean_loss=None, grown_at_once=12), True, "inf times the loss"),
+    (shock.harm, shock_runs(mean_loss=0.6), False, "WhitenedSGD 1.020"),
+]
+
+
+@pytest.mark.parametrize(("judge", "found", "held", "text"), VERDICTS)
+def test_a_verdict_follows_from_the_records(judge, found, held, text):
+    verdict = judge(found)
+    assert verdict.held is held and text in verdict.text
 
 
 def test_l2_strengths_grow_as_stepsizes_do():
@@ -551,47 +553,6 @@ def test_l2_strengths_grow_as_stepsizes_do():
 
     assert l2.next_strength(swept(**{"0.01": 0.5, "0.1": 0.6})) == 1.0
     assert l2.next_strength(swept(**{"0.01": 0.5, "0.1": 0.6, "1.0": 0.4})) is None
-
-
-def test_figure_3_is_judged_by_loss_and_by_seconds():
-    def run(name, loss, seconds):
-        rows = [{"epoch": k, "seconds": seconds, "swept_loss": loss} for k in (1, 2)]
-        return {"config": {"name": name, "then": None, "first": {"lr": 1.0}}, "metrics": rows}
-
-    def all_of(loss, seconds):
-        others = [run(name, 9.0, 9.0) for name in list(fig3.AFTERWARDS)[1:]]
-        return [run(fig3.BATCH_NORM, 1.0, 1.0), run(fig3.WHITENING, loss, seconds), *others]
-
-    assert fig3.per_epoch(all_of(1.04, 2.0)).held is True and fig3.per_second(all_of(1.04, 2.0)).held is False
-    assert fig3.per_epoch(all_of(1.2, 0.5)).held is False and fig3.per_second(all_of(1.2, 0.5)).held is True
-    assert fig3.per_epoch(all_of(1.0, 1.0)[:2]).held is None
-
-
-def test_figure_3_takes_no_run_that_ended_above_guessing():
-    def run(name, loss):
-        first = {"lr": 1.0, "model_options": {"classes": 200}}
-        rows = [{"epoch": 1, "seconds": 1.0, "swept_loss": loss}]
-        return {"config": {"name": name, "then": None, "first": first}, "metrics": rows}
-
-    names = (fig3.BATCH_NORM, *fig3.AFTERWARDS)
-    assert fig3.last_loss(run("", 5.2)) == 5.2 and fig3.last_loss(run("", 5.4)) == math.inf
-    assert fig3.per_epoch([run(name, 5.4) for name in names]).held is None
-
-
-def test_shock_claims_are_about_unguarded_whitening():
-    def run(name, kappa, **summary):
-        row = {"mean_loss": 0.5, "dead_units": 0.0, "grown_at_once": 0, "grown_on_average": 0.1, **summary}
-        return {"config": {"name": name, "kappa": kappa}, "seed": 0, "metrics": [row]}
-
-    calm = [run(shock.PAPERS, 1.0), run("WhitenedSGD", 1.0)]
-    hit = run(shock.PAPERS, 100.0, mean_loss=50.0, dead_units=0.3, grown_at_once=12)
-    survived = run(shock.PAPERS, 100.0, mean_loss=0.6, grown_at_once=0)
-    spared = run("WhitenedSGD", 100.0, mean_loss=0.51)
-    assert [claim.judge([*calm, hit, spared]).held for claim in shock.CLAIMS] == [True, True, True]
-    assert [claim.judge([*calm, survived, spared]).held for claim in shock.CLAIMS] == [False, False, False]
-    diverged = run(shock.PAPERS, 100.0, mean_loss=None, grown_at_once=12)
-    assert shock.harm([*calm, diverged, spared]).held is True
-    assert shock.ratio([*calm, hit, spared], "WhitenedSGD", 100.0) == pytest.approx(1.02)
 
 
 @pytest.mark.gpu
