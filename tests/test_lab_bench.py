@@ -108,12 +108,8 @@ BAD_INPUT = [
     (["--rounds", "1"], "--rounds must be between"),
     (["--device", "nowhere"], "--device nowhere cannot be used here"),
     (["--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
-    (["--batch", "1", "--contenders", "batch-norm"], "--batch 1 is too small for batch-norm"),
     (["--threads", "-1"], "--threads must be between 0 and 1024; got -1"),
     (["--seed", "99999999999999999999999"], "--seed must be between 0"),
-    (["--model", "gpt-tiny", "--contenders", "batch-norm"], "--model gpt-tiny cannot have batch-norm; add"),
-    (["--model", "mlp", "--channels-last"], "--channels-last is for images, and mlp takes none"),
-    (["--model", "mlp", "--half", "--autocast"], "--half leaves nothing to --autocast"),
     (["--goals", "--half", "--batch", "3"], "a suite has its own settings; leave out --batch, --half"),
     (["--suite", "cpu", "--model", "alexnet"], "suite cpu has no row with --model alexnet"),
     (["--against", "/nowhere"], "--against /nowhere holds no evenstep package; give the src folder"),
@@ -142,6 +138,19 @@ def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, caps
     shown = capsys.readouterr().out
     assert "mlp, batch 4, eager: failed: out of memory" in shown and shown.count("  sgd ") == 1
     assert [record["config"]["batch"] for record in records.read(out)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "gpt-tiny", "--contenders", "batch-norm"], "cannot have batch-norm; add a contender"),
+        (["--model", "mlp", "--channels-last"], "mlp, eager, channels_last: failed: required rank 4 tensor"),
+        (["--model", "paper-cnn", "--batch", "1"], "paper-cnn, batch 1, eager: failed: Expected more than 1 value"),
+    ],
+)
+def test_settings_that_contradict_each_other_fail_in_a_line(words, told, tmp_path, capsys):
+    assert call(*words, "--rounds", "2", "--records", tmp_path / "bench.jsonl") == 1
+    assert told in capsys.readouterr().out
 
 
 def test_a_table_takes_records_with_one_first_contender(tmp_path, capsys):

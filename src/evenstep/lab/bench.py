@@ -177,6 +177,8 @@ def measure(
     """Build all contenders, warm them up, and time them round by round."""
     data = batch(setting)
     trainings = {name: Training(name, setting, *data) for name in setting.taking_part()}
+    if not trainings:
+        raise ValueError(f"{setting.model} cannot have batch-norm; add a contender, such as sgd")
     memory = {name: training.warm_up(warm_up) for name, training in trainings.items()}
     first = next(iter(trainings.values())).step
     burst = max(3, round(BURST / seconds_per_step(first, device, 3))) if device.type == "cuda" else 1

@@ -79,15 +79,11 @@ def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record
         for setting in wanted:
             bar.show(setting.model)
             try:
-                record = bench.run(setting, lambda _: bar.advance())
-            except (RuntimeError, Warning) as error:  # out of memory, not compiled, or an optimizer that saw no inputs
-                if len(wanted) == 1:
-                    raise
+                found.append(records.append(path, bench.run(setting, lambda _: bar.advance())))
+            except (RuntimeError, ValueError, Warning) as error:  # no memory, not compiled, or it saw no inputs
                 bar.advance(f"{bench_goals.title(vars(setting))}: failed: {usage.first_line(error)}", by=0)
-                continue
-            found.append(record)
-            records.append(path, record)
-            bar.advance(bench_goals.text(record), by=0)
+            else:
+                bar.advance(bench_goals.text(found[-1]), by=0)
     return found
 
 
@@ -125,8 +121,6 @@ def settings(options: Options) -> list[bench.Setting]:
     if options.against is not None:
         package_in(options.against)
     found = of_suite(options) if options.suite or options.goals else of_options(options)
-    for setting in found:
-        possible(setting)
     for device in {setting.device for setting in found}:
         usage.usable_device(device)
     return found
@@ -164,16 +158,3 @@ def growth(base: bench.Setting) -> list[bench.Setting]:
     found = [replace(net, width=width) for width in ((1024, 4096, 8192) if large else (64, 256, 1024))]
     found += [replace(net, batch=batch) for batch in ((512, 2048, 8192) if large else (32, 128, 512, 2048))]
     return found + [replace(net, depth=depth) for depth in (2, 8, 32)]
-
-
-def possible(setting: bench.Setting) -> None:
-    """Refuse settings that contradict each other."""
-    names = setting.taking_part()
-    if not names:
-        raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
-    if setting.channels_last and len(SUBJECTS[setting.model].shape) != 4:
-        raise usage.UsageError(f"--channels-last is for images, and {setting.model} takes none; leave one out")
-    if setting.half and setting.autocast:
-        raise usage.UsageError("--half leaves nothing to --autocast; leave one out")
-    if setting.batch == 1 and "batch-norm" in names:
-        raise usage.UsageError("--batch 1 is too small for batch-norm, which needs 2; leave one out")
