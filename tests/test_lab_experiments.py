@@ -100,17 +100,6 @@ def test_part_of_an_experiment_can_be_judged_and_drawn(quick, name):
         assert experiment.table(part) and experiment.plot(part)
 
 
-def test_l2_borrows_what_figure_2_has_run(quick, tmp_path):
-    """Every run without L2 that figure 2 has is taken over, once; those with L2 are its own."""
-    shared = [
-        r for c in (fig2.BATCH_NORM, fig2.WHITENING, fig2.GUARDED) for r in c.mine(finished(quick / "fig2.jsonl"))
-    ]
-    found = finished(quick / "l2.jsonl")
-    assert shared and all(r in found for r in shared)
-    assert len({records.dumps(r["config"]) for r in found}) == len(found)
-    assert any(tuning.strength(r) for r in found)
-
-
 def test_records_of_other_data_are_refused(tmp_path):
     path = tmp_path / "l2.jsonl"
     records.append(path, records.make({"method": "sg", "data": "something else"}, 0, []))
@@ -140,22 +129,6 @@ def test_other_data_of_the_same_name_are_refused_and_older_records_kept(quick, t
     with pytest.raises(UsageError, match=r"records\.jsonl holds runs on other data called mine"):
         EXPERIMENTS[name].run(Session(QUICK, path, "cpu", lambda *what: told.append(what)))
     assert not told and finished(path)[-1] == added
-
-
-def test_what_other_data_of_the_same_name_gave_is_not_borrowed(quick, tmp_path):
-    mine = replace(images(QUICK), name="mine")
-    old, new = finished(quick / "fig2.jsonl")[:2]
-    old, new = of({"data": "mine"}, old), of(identity.described(mine), new)
-    for record in (old, new):
-        records.append(tmp_path / "fig2.jsonl", record)
-    others, out = replace(mine, train_y=mine.train_y.flip(0)), tmp_path / "l2.jsonl"
-    Session(QUICK, out).borrow("fig2", list, others)
-    assert finished(out) == [old]
-    Session(QUICK, out).borrow("fig2", list, mine)
-    assert finished(out) == [old, new]
-    records.append(tmp_path / "fig2.jsonl", {"config": {"data": "mine"}})
-    with pytest.raises(UsageError, match=r"fig2\.jsonl holds records that are not of fig2"):
-        Session(QUICK, out).borrow("fig2", list, mine)
 
 
 def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
@@ -312,10 +285,10 @@ def test_bias_step_is_eq_3_written_out():
 def test_sampled_bias_meets_the_formula_and_is_judged():
     rows = coupling.bias(4, 400_000, seed=1)
     record = {"config": {"part": "bias", "batch": 4}, "metrics": rows}
-    assert coupling.measured([record]).held
+    assert coupling.measured.judge([record]).held
     wrong = copy.deepcopy(record)
     wrong["metrics"][0]["formula"] *= -3
-    assert coupling.measured([wrong]).held is False
+    assert coupling.measured.judge([wrong]).held is False
 
 
 # methods made for these experiments
@@ -530,20 +503,20 @@ VERDICTS = [  # decided by all seeds
     (l2.rates, l2_runs(None, None, 0.66), None, "after the last epoch alone"),
     (fig3.per_epoch, fig3_runs(1.04, 2.0), True, "1.040"),
     (fig3.per_epoch, fig3_runs(1.2, 0.5), False, "1.200"),
-    (fig3.per_epoch, fig3_runs(1.0, 1.0)[:2], None, "Not all runs"),
+    (fig3.per_epoch, fig3_runs(1.0, 1.0)[:2], None, "Not run."),
     (fig3.per_epoch, fig3_runs(5.4, 1.0, norm=5.4), None, "inf"),  # above guessing among 200 classes
     (fig3.per_second, fig3_runs(1.04, 2.0), False, "2.00"),
     (fig3.per_second, fig3_runs(1.2, 0.5), True, "0.50"),
-    *((claim.judge, shock_runs(mean_loss=50.0, dead_units=0.3, grown_at_once=12), True, "") for claim in shock.CLAIMS),
-    *((claim.judge, shock_runs(mean_loss=0.6), False, "") for claim in shock.CLAIMS),
+    *((claim, shock_runs(mean_loss=50.0, dead_units=0.3, grown_at_once=12), True, "") for claim in shock.CLAIMS),
+    *((claim, shock_runs(mean_loss=0.6), False, "") for claim in shock.CLAIMS),
     (shock.harm, shock_runs(mean_loss=None, grown_at_once=12), True, "inf times the loss"),
     (shock.harm, shock_runs(mean_loss=0.6), False, "WhitenedSGD 1.020"),
 ]
 
 
-@pytest.mark.parametrize(("judge", "found", "held", "text"), VERDICTS)
-def test_a_verdict_follows_from_the_records(judge, found, held, text):
-    verdict = judge(found)
+@pytest.mark.parametrize(("claim", "found", "held", "text"), VERDICTS)
+def test_a_verdict_follows_from_the_records(claim, found, held, text):
+    verdict = claim.judge(found)
     assert verdict.held is held and text in verdict.text
 
 

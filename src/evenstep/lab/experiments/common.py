@@ -4,6 +4,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..records import Record
@@ -18,15 +19,29 @@ class Verdict(NamedTuple):
     text: str
 
 
-NOT_RUN = Verdict(None, "Not run.")
+class NotRun(Exception):
+    """The records that a claim is judged by are missing."""
 
 
-class Claim(NamedTuple):
+@dataclass(frozen=True)
+class Claim:
     """A claim of the paper, where it is made, and the function that judges it."""
 
     section: str
     text: str
-    judge: Callable[[list[Record]], Verdict]
+    verdict: Callable[[list[Record]], Verdict]
+
+    def judge(self, records: list[Record]) -> Verdict:
+        """Whether it held; undecided where its records are missing."""
+        try:
+            return self.verdict(records)
+        except NotRun:
+            return Verdict(None, "Not run.")
+
+
+def claim(section: str, *lines: str) -> Callable[[Callable[[list[Record]], Verdict]], Claim]:
+    """Turn a function that judges a claim into the claim."""
+    return lambda verdict: Claim(section, " ".join(lines), verdict)
 
 
 @contextmanager

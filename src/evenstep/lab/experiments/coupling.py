@@ -10,7 +10,7 @@ from torch import Tensor
 from ...math import change_of_variables as coordinates
 from ...math import constants
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Verdict, below
+from .common import Figure, NotRun, Verdict, below, claim
 from .fig2 import UNGUARDED
 from .session import Session
 from .tuning import Contender, at_best, doubled, losses, outcome, rates_table, tuned
@@ -109,11 +109,12 @@ def trainings(records: list[Record], batch: int) -> list[Record]:
     return [r for r in records if r["config"].get("batch_size") == batch]
 
 
+@claim("App. D", "A mean that is estimated on the current batch biases the step of the bias systematically.")
 def measured(records: list[Record]) -> Verdict:
     """The bias against its formula."""
     rows = [row for group in biases(records).values() for row in group]
     if not rows:
-        return NOT_RUN
+        raise NotRun
     off = max(abs(row["measured"] - row["formula"]) / row["standard_error"] for row in rows)
     seen = max(abs(row["measured"]) / row["standard_error"] for row in rows)
     smallest = min(biases(records))
@@ -125,6 +126,7 @@ def measured(records: list[Record]) -> Verdict:
     )
 
 
+@claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.")
 def disrupted(records: list[Record]) -> Verdict:
     """Training with the batch's own moments against earlier ones; "severely" means a quarter more loss."""
     results, held = [], []
@@ -138,19 +140,14 @@ def disrupted(records: list[Record]) -> Verdict:
     return Verdict(None if not held else True if all(held) else False if False in held else None, text)
 
 
+CLAIMS = (measured, disrupted)
+
+
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs: the trainings."""
     tables = {str(batch): rates_table(trainings(records, batch), (RUNNING, OWN)) for batch in BATCHES}
     head = next(iter(tables.values()))[0]
     return [["batch", *head], *([batch, *row] for batch, rows in tables.items() for row in rows[1:])]
-
-
-CLAIMS = (
-    Claim(
-        "App. D", "A mean that is estimated on the current batch biases the step of the bias systematically.", measured
-    ),
-    Claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.", disrupted),
-)
 
 
 def plot(records: list[Record]) -> Figure:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...math import stepsize
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Verdict
+from .common import Figure, NotRun, Verdict, claim
 from .session import Session
 
 START = (3.0, 3.0)
@@ -74,9 +74,11 @@ def run(session: Session) -> list[Record]:
 
 
 def by_method(records: list[Record]) -> dict[str, Record]:
-    """The records by method; none if a method's is missing."""
+    """The records by method."""
     found = {r["config"]["name"]: r for r in records}
-    return found if found.keys() >= METHODS.keys() else {}
+    if not found.keys() >= METHODS.keys():
+        raise NotRun
+    return found
 
 
 def arrival(record: Record) -> float:
@@ -98,11 +100,14 @@ def angle(record: Record) -> float:
     return abs(math.degrees(moved - math.atan2(-first["w2"], -first["w1"])))
 
 
+@claim(
+    "§3.1, fig. 1",
+    "From (3, 3) the negative gradient points slightly away from the optimum, Newton's direction substantially",
+    "more; it needs γ ≈ 0.03, leads to (2.9, 0), and is then far too small.",
+)
 def direction(records: list[Record]) -> Verdict:
     """The first directions of SG and of Newton's method, and the point the latter reaches."""
     found = by_method(records)
-    if not found:
-        return NOT_RUN
     sg, newton = angle(found[SG]), angle(found[NEWTON])
     landed = found[NEWTON]["metrics"][1]
     held = 0 < sg < newton and abs(landed["w1"] - 2.9) < 0.05 and abs(landed["w2"]) < 0.05
@@ -114,31 +119,21 @@ def direction(records: list[Record]) -> Verdict:
     )
 
 
+@claim(
+    "§3.1–3.3",
+    "A stepsize that follows the curvature (eq. 9), for each block apart (eq. 10), does not wait for the worst",
+    "curvature met.",
+)
 def lessons(records: list[Record]) -> Verdict:
     """Steps until each method is near the optimum."""
     found = by_method(records)
-    if not found:
-        return NOT_RUN
     counts = {name: arrival(record) for name, record in found.items()}
     held = max(counts[RADIUS], counts[RADII]) < counts[NEWTON] / 2
     shown = ", ".join(f"{name} {steps(record, 'over ')}" for name, record in found.items())
     return Verdict(held, f"Steps to within {NEAR} of the optimum: {shown}.")
 
 
-CLAIMS = (
-    Claim(
-        "§3.1, fig. 1",
-        "From (3, 3) the negative gradient points slightly away from the optimum, Newton's direction substantially "
-        "more; it needs γ ≈ 0.03, leads to (2.9, 0), and is then far too small.",
-        direction,
-    ),
-    Claim(
-        "§3.1–3.3",
-        "A stepsize that follows the curvature (eq. 9), for each block apart (eq. 10), does not wait for the worst "
-        "curvature met.",
-        lessons,
-    ),
-)
+CLAIMS = (direction, lessons)
 
 
 def table(records: list[Record]) -> list[list[str]]:

@@ -5,7 +5,7 @@ import statistics
 
 from ..records import Record
 from ..summary import final_loss
-from .common import NOT_RUN, Claim, Figure, Verdict, below
+from .common import Figure, NotRun, Verdict, below, claim
 from .session import Session
 from .tuning import (
     Contender,
@@ -64,6 +64,7 @@ def share(records: list[Record], one: Contender, other: Contender) -> tuple[bool
     return below(ours, theirs), ratio, f"{summary(records, one)}, {summary(records, other)}{portion}"
 
 
+@claim("§3.5, fig. 2 left", "Dividing the stepsize by √(n·S) trains better than a global stepsize.")
 def left(records: list[Record]) -> Verdict:
     """SG divided by √(n·S) against SG."""
     held = below(best_losses(records, FAN_IN), best_losses(records, SG))
@@ -73,6 +74,7 @@ def left(records: list[Record]) -> Verdict:
     )
 
 
+@claim("§4.2, fig. 2 right", "Batch norm is a slight improvement over plain SG.")
 def slightly(records: list[Record]) -> Verdict:
     """Batch norm against SG: a slight improvement leaves more than half of the loss."""
     lower, ratio, text = share(records, BATCH_NORM, SG)
@@ -81,6 +83,7 @@ def slightly(records: list[Record]) -> Verdict:
     return Verdict(lower, f"{text}.")
 
 
+@claim("§4.2, fig. 2 right", "Whitening quickly drives the training loss far below batch norm's.")
 def right(records: list[Record]) -> Verdict:
     """Whitening against batch norm: far below is at most half of its loss."""
     lower, ratio, text = share(records, WHITENING, BATCH_NORM)
@@ -90,12 +93,17 @@ def right(records: list[Record]) -> Verdict:
     return Verdict(lower, f"{text}. Ours: {added}.")
 
 
+@claim(
+    "§2.4",
+    "Canonical scaling competes with the best known methods, but diverges with little warning at larger",
+    "stepsizes.",
+)
 def canonical(records: list[Record]) -> Verdict:
     """Canonical scaling: as good as the best, and how soon beyond its best stepsize it fails."""
     mine = CANONICAL.mine(records)
     rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.mine(records)]
     if not mine or not rivals:
-        return NOT_RUN
+        raise NotRun
     better = min(rivals, key=lambda runs: min(losses(runs)))
     fast = below(best_losses(records, CANONICAL), losses(better))
     best, failure = best_rate(mine), first_failure(records, CANONICAL)
@@ -111,16 +119,7 @@ def canonical(records: list[Record]) -> Verdict:
     )
 
 
-CLAIMS = (
-    Claim("§3.5, fig. 2 left", "Dividing the stepsize by √(n·S) trains better than a global stepsize.", left),
-    Claim("§4.2, fig. 2 right", "Batch norm is a slight improvement over plain SG.", slightly),
-    Claim("§4.2, fig. 2 right", "Whitening quickly drives the training loss far below batch norm's.", right),
-    Claim(
-        "§2.4",
-        "Canonical scaling competes with the best known methods, but diverges with little warning at larger stepsizes.",
-        canonical,
-    ),
-)
+CLAIMS = (left, slightly, right, canonical)
 
 
 def table(records: list[Record]) -> list[list[str]]:

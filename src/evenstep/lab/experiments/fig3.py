@@ -23,7 +23,7 @@ from ..parallel_trials import WARM_UP, side_stream
 from ..records import Record
 from ..train import Training
 from ..trial import Trial
-from .common import Claim, Figure, Verdict, failures_expected
+from .common import Figure, NotRun, Verdict, claim, failures_expected
 from .fig2 import UNGUARDED
 from .scale import network
 from .session import Session
@@ -37,7 +37,6 @@ AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
     "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
     "then UnitStep": ("unitstep", {}, (0.025, 0.05)),
 }
-INCOMPLETE = Verdict(None, "Not all runs are there.")
 CLOSE = 1.05  # of the loss: what counts as similar per epoch
 SETTING = (
     "The paper: AlexNet on ImageNet. Here the AlexNet-like network of the scaling experiment on the same images, crops "
@@ -122,47 +121,43 @@ def best(records: list[Record], name: str) -> Record:
     return min((r for r in records if r["config"]["name"] == name), key=last_loss)
 
 
+def best_runs(records: list[Record]) -> dict[str, Record]:
+    """The best run of each name that has one."""
+    return {name: best(records, name) for name in dict.fromkeys(r["config"]["name"] for r in records)}
+
+
 def pace(record: Record) -> float:
     """Seconds per epoch from the second on."""
     rows = record["metrics"][1:]
     return sum(row["seconds"] for row in rows) / len(rows)
 
 
-def outcomes(records: list[Record], number: Callable[[Record], float]) -> dict[str, float] | None:
-    """A number of the best run of each name; None if one has no run."""
-    names = (BATCH_NORM, *AFTERWARDS)
-    there = {r["config"]["name"] for r in records} >= set(names)
-    return {name: number(best(records, name)) for name in names} if there else None
+def outcomes(records: list[Record], number: Callable[[Record], float]) -> dict[str, float]:
+    """A number of the best run of each name."""
+    found = {name: number(run) for name, run in best_runs(records).items()}
+    if not found.keys() >= {BATCH_NORM, *AFTERWARDS}:
+        raise NotRun
+    return found
 
 
+@claim("App. E, fig. 3", "Batch norm for one epoch, then whitening: like batch norm throughout per epoch.")
 def per_epoch(records: list[Record]) -> Verdict:
     """The loss in the end, whitening without guards against batch norm."""
-    if (ends := outcomes(records, last_loss)) is None:
-        return INCOMPLETE
+    ends = outcomes(records, last_loss)
     text = ", ".join(f"{name} {loss:.3f}" for name, loss in ends.items())
     held = None if ends[BATCH_NORM] == ends[WHITENING] == math.inf else ends[WHITENING] <= CLOSE * ends[BATCH_NORM]
     return Verdict(held, f"Loss of the whole training set after the last epoch: {text}.")
 
 
+@claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.")
 def per_second(records: list[Record]) -> Verdict:
     """Seconds per epoch."""
-    if (paces := outcomes(records, pace)) is None:
-        return INCOMPLETE
+    paces = outcomes(records, pace)
     text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
     return Verdict(paces[WHITENING] < paces[BATCH_NORM], f"Seconds per epoch from the second on: {text}.")
 
 
-CLAIMS = (
-    Claim(
-        "App. E, fig. 3", "Batch norm for one epoch, then whitening: like batch norm throughout per epoch.", per_epoch
-    ),
-    Claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.", per_second),
-)
-
-
-def best_runs(records: list[Record]) -> dict[str, Record]:
-    """The best run of each name that has one."""
-    return {name: best(records, name) for name in dict.fromkeys(r["config"]["name"] for r in records)}
+CLAIMS = (per_epoch, per_second)
 
 
 def table(records: list[Record]) -> list[list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..records import Record, dumps
-from .common import NOT_RUN, Claim, Figure, Verdict, spread
+from .common import Figure, NotRun, Verdict, claim, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING, settings
 from .session import Session
 from .tuning import Contender, at_best, beyond, middle, rates_table, strength, trained, tuned
@@ -42,7 +42,6 @@ def run(session: Session) -> list[Record]:
     If the best λ is at an end of its grid, the one beyond it is run with the further seeds, as in `tuned`.
     """
     arrays, how, quick = session.images(), settings(session), session.options.quick
-    session.borrow("fig2", lambda records: [r for c in PLAIN for r in c.mine(records)], arrays)
     found = tuned(session, [(contender, how) for contender in PLAIN], arrays)
     seed = session.options.seed
 
@@ -107,11 +106,12 @@ def summary(records: list[Record], contender: Contender) -> str:
     return f"{contender.label} {spread(accuracies(best))} with L2 ({at}), {spread(plain)} without"
 
 
+@claim("§4.2", "With L2 the whitened network recovers batch norm's test error.")
 def recovered(records: list[Record]) -> Verdict:
     """Test accuracy with L2 against batch norm's."""
     theirs, ours = accuracies(at_best(records, BATCH_NORM)), accuracies(chosen(records))
     if not (theirs and ours):
-        return NOT_RUN
+        raise NotRun
     held = statistics.fmean(ours) >= statistics.fmean(theirs) - CLOSE
     both = "; ".join(summary(records, contender) for contender in PENALIZED if contender.mine(records))
     return Verdict(held, f"Test accuracy: batch norm {spread(theirs)}; {both}.")
@@ -125,11 +125,12 @@ def epochs_to(record: Record, target: float) -> float | None:
     return next((float(row["epoch"]) for row in rows if row["test_accuracy"] >= target), math.inf)
 
 
+@claim("§4.2", "The two then reduce the test error at similar rates.")
 def rates(records: list[Record]) -> Verdict:
     """Epochs to the same test accuracy."""
     theirs, ours = at_best(records, BATCH_NORM), chosen(records)
     if not (theirs and ours):
-        return NOT_RUN
+        raise NotRun
     reached = [max((row.get("test_accuracy") or 0.0) for row in r["metrics"]) for r in (*theirs, *ours)]
     target = math.floor(100 * (min(reached) - 0.02)) / 100
     times = [[epochs_to(r, target) for r in group] for group in (theirs, ours)]
@@ -142,10 +143,7 @@ def rates(records: list[Record]) -> Verdict:
     )
 
 
-CLAIMS = (
-    Claim("§4.2", "With L2 the whitened network recovers batch norm's test error.", recovered),
-    Claim("§4.2", "The two then reduce the test error at similar rates.", rates),
-)
+CLAIMS = (recovered, rates)
 
 
 def table(records: list[Record]) -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import data, reading, records, sweep
-from ..identity import by_key, described, may_be_of
+from ..identity import by_key, described
 from ..records import Record
 from ..trial import Trial, config
 from ..usage import UsageError
@@ -105,14 +105,6 @@ class Session:
             made = sweep.sweep(list(missing.values()), arrays, self.out, device=self.device, on_begin=begin)
         have |= dict(zip(missing, made, strict=True))
         return [have[key] for key in keys]
-
-    def borrow(self, other: str, wanted: Callable[[list[Record]], list[Record]], arrays: data.Arrays) -> None:
-        """Copy the `wanted` records on these data of another experiment in the same folder that the file lacks."""
-        have = by_key(finished(self.out), arrays, self.out)
-        theirs = wanted([r for r in kept(other, self.out.parent) if may_be_of(r["config"], arrays)])
-        for key, record in by_key(theirs, arrays, self.out.with_name(f"{other}.jsonl")).items():
-            if key not in have:
-                records.append(self.out, record)
 
 
 def images(options: Options, device: torch.device | str = "cpu", *, many: bool = False) -> data.Arrays:

@@ -21,7 +21,7 @@ from .. import trial
 from ..data import Arrays
 from ..records import Record
 from ..trial import Trial
-from .common import NOT_RUN, Claim, Figure, Verdict, failures_expected
+from .common import Figure, NotRun, Verdict, claim, failures_expected
 from .fig2 import UNGUARDED
 from .session import Session
 
@@ -167,11 +167,18 @@ def named(records: list[Record]) -> tuple[list[str], list[float]]:
     return [name for name, kappas in run.items() if kappas == every and len(every) > 1], sorted(every - {1.0})
 
 
-def agreement(records: list[Record]) -> Verdict:
-    """Fresh against running variances of the shocked units, without a shock and with one."""
+def judged(records: list[Record]) -> tuple[list[str], list[float]]:
+    """The same, with unguarded whitening among the optimizers."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return NOT_RUN
+        raise NotRun
+    return names, kappas
+
+
+@claim("§4.4", "Running and fresh moments usually agree; when ReLU units are rescaled they are completely different.")
+def agreement(records: list[Record]) -> Verdict:
+    """Fresh against running variances of the shocked units, without a shock and with one."""
+    _, kappas = judged(records)
     usual = mean(records, PAPERS, 1.0, "grown_on_average")
     jump = mean(records, PAPERS, max(kappas), "grown_at_once")
     return Verdict(
@@ -181,11 +188,10 @@ def agreement(records: list[Record]) -> Verdict:
     )
 
 
+@claim("§4.4", "This leads to unreasonably large changes of the weights.")
 def harm(records: list[Record]) -> Verdict:
     """The loss after a shock without guards, and with them."""
-    names, kappas = named(records)
-    if PAPERS not in names:
-        return NOT_RUN
+    names, kappas = judged(records)
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
     guarded = {n: max(ratio(records, n, kappa) for kappa in kappas) for n in names if n in GUARDED}
@@ -196,11 +202,10 @@ def harm(records: list[Record]) -> Verdict:
     )
 
 
+@claim("§4.4", "These disable units: they remain zero whatever the input.")
 def death(records: list[Record]) -> Verdict:
     """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
-    names, kappas = named(records)
-    if PAPERS not in names:
-        return NOT_RUN
+    _, kappas = judged(records)
     dead = {kappa: mean(records, PAPERS, kappa, "dead_units") for kappa in (1.0, *kappas)}
     worst = max(kappas, key=lambda kappa: dead[kappa])
     return Verdict(
@@ -210,15 +215,7 @@ def death(records: list[Record]) -> Verdict:
     )
 
 
-CLAIMS = (
-    Claim(
-        "§4.4",
-        "Running and fresh moments usually agree; when ReLU units are rescaled they are completely different.",
-        agreement,
-    ),
-    Claim("§4.4", "This leads to unreasonably large changes of the weights.", harm),
-    Claim("§4.4", "These disable units: they remain zero whatever the input.", death),
-)
+CLAIMS = (agreement, harm, death)
 
 
 def table(records: list[Record]) -> list[list[str]]:
