@@ -54,34 +54,24 @@ def sgd(_: Any, model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def adamw(_: Any, model: nn.Module) -> Optimizer:
-    """torch's fused AdamW."""
-    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-
-
-def whitened_adamw(package: Any, model: nn.Module) -> Optimizer:
-    """The same rule in whitened coordinates."""
-    return package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True)
-
-
-def ours(*names: str) -> Contender:
-    """Our optimizer with momentum, by the name of its class, or the older one that another version may have."""
-
-    def build(package: Any, model: nn.Module) -> Optimizer:
-        cls = next(getattr(package, name) for name in names if hasattr(package, name))
-        return cls(model, lr=LR, momentum=MOMENTUM)
-
-    return Contender(build, ours=True)
+def unit_step(package: Any, model: nn.Module) -> Optimizer:
+    """UnitStep, which version 0.1 called EvenStep."""
+    cls = getattr(package, "UnitStep", None) or package.EvenStep
+    return cls(model, lr=LR, momentum=MOMENTUM)
 
 
 CONTENDERS = {
     "sgd": Contender(sgd),
     "batch-norm": Contender(sgd),  # on the network with batch norm
-    "adamw-fused": Contender(adamw),
+    "adamw-fused": Contender(lambda _, model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
     "muon": Contender(lambda _, model: MuonAndAdamW(model)),
-    "whitened-sgd": ours("WhitenedSGD"),
-    "unitstep": ours("UnitStep", "EvenStep"),  # which version 0.1 called EvenStep
-    "whitened-adamw": Contender(whitened_adamw, base="adamw-fused", ours=True),
+    "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
+    "unitstep": Contender(unit_step, ours=True),
+    "whitened-adamw": Contender(
+        lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
+        base="adamw-fused",
+        ours=True,
+    ),
 }
 
 
