@@ -20,6 +20,7 @@ from torch.nn import functional
 import evenstep
 from evenstep.lab import models, records
 from evenstep.lab.data import fashion_mnist_subset
+from evenstep.lab.experiments.shock import shock
 from evenstep.monitor import COLUMNS
 
 STEPS, AT, BATCH = 300, 150, 64
@@ -74,14 +75,11 @@ NETWORKS["lstm"] = lambda: Rows(nn.LSTM(32, 32, batch_first=True), lambda found:
 @torch.no_grad()
 def harm(model: nn.Module, fault: str) -> None:
     """Rescale a tenth of the first dense layer's units, the function unchanged; or kill three tenths of them."""
-    first, second = [m for m in model.modules() if isinstance(m, nn.Linear)][:2]
     if fault == "dying units":
+        first = next(m for m in model.modules() if isinstance(m, nn.Linear))
         first.bias[: 3 * first.out_features // 10] -= 100
     else:
-        some, kappa = slice(first.out_features // 10), float(fault.removeprefix("units x "))
-        first.weight[some] *= kappa
-        first.bias[some] *= kappa
-        second.weight[:, some] /= kappa
+        shock(model, float(fault.removeprefix("units x ")), seed=0)
 
 
 def train(network: str, name: str, fault: str, seed: int = 0, until: int = STEPS) -> tuple[list, list]:

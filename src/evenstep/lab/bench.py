@@ -57,8 +57,13 @@ class Setting:
         return names + [name + OLD for name in names if self.against is not None and CONTENDERS[name].ours]
 
     def config(self) -> dict[str, Any]:
-        """This setting for a record; the other version is named by its commit, not by its folder."""
-        against = None if self.against is None else bench_contenders.identity(self.against)
+        """This setting for a record; the other version is named by its commit, not by its folder.
+
+        EVENSTEP_AGAINST_COMMIT names it where its files came without their history.
+        """
+        against = None
+        if self.against is not None:
+            against = records.commit(self.against.resolve().parent, "EVENSTEP_AGAINST_COMMIT") or "unknown"
         return {"bench": True, **asdict(self), "against": against}
 
 
@@ -67,20 +72,18 @@ class Training:
 
     def __init__(self, name: str, setting: Setting, x: Tensor, y: Tensor) -> None:
         self.name, self.x, self.y, self.mixed = name, x, y, setting.autocast
-        name, _, old = name.partition("@")
-        self.contender = CONTENDERS[name]
+        known, _, old = name.partition("@")
         package = bench_contenders.load(setting.against) if old and setting.against else evenstep
-        subject, sizes = SUBJECTS[setting.model], {"width": setting.width, "depth": setting.depth}
+        sizes = {"width": setting.width, "depth": setting.depth, "norm": True if known == "batch-norm" else None}
         torch.manual_seed(setting.seed)
         with torch.device(setting.device):
-            options = {key: size for key, size in sizes.items() if size is not None}
-            model = subject.build(**options, **({"norm": True} if name == "batch-norm" else {}))
+            model = SUBJECTS[setting.model].build(**{key: size for key, size in sizes.items() if size is not None})
         self.model = _arranged(model, setting)
         if setting.compiled:
             importlib.import_module("torch._dynamo")  # before our optimizers, which make it tell hooked modules apart
             torch._dynamo.config.recompile_limit = 64  # every contender's network runs through the same code
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of continuing without compiled code
-        self.optimizer = self.contender.build(package, self.model)
+        self.optimizer = CONTENDERS[known].build(package, self.model)
         self.call = torch.compile(self.model) if setting.compiled else self.model
 
     def step(self) -> None:
@@ -130,18 +133,13 @@ def batch(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def seconds_per_step(step: Callable[[], None], device: torch.device, burst: int) -> float:
-    """Mean time of `burst` consecutive steps, on a GPU by the device's own clock."""
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(burst):
-            step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / burst
+    """Mean time of `burst` consecutive steps."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     begin = time.perf_counter()
     for _ in range(burst):
         step()
+    wait()
     return (time.perf_counter() - begin) / burst
 
 
@@ -157,7 +155,7 @@ def keep_freed_memory() -> None:
         mallopt(mmap, 2**25)
 
 
-def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up: int = WARM_UP) -> records.Record:
+def run(setting: Setting, on_round: Callable[[int], None] = lambda _: None, warm_up: int = WARM_UP) -> records.Record:
     """The record of one comparison: a row per contender."""
     device = torch.device(setting.device)
     if setting.threads:
@@ -174,21 +172,24 @@ def run(setting: Setting, on_round: Callable[[int], None] | None = None, warm_up
 
 
 def measure(
-    setting: Setting, device: torch.device, on_round: Callable[[int], None] | None, warm_up: int
+    setting: Setting, device: torch.device, on_round: Callable[[int], None], warm_up: int
 ) -> list[dict[str, Any]]:
     """Build all contenders, warm them up, and time them round by round."""
     data = batch(setting)
-    trainings = [Training(name, setting, *data) for name in setting.taking_part()]
-    memory = {training.name: training.warm_up(warm_up) for training in trainings}
-    burst = max(3, round(BURST / seconds_per_step(trainings[0].step, device, 3))) if device.type == "cuda" else 1
-    times: dict[str, list[float]] = {training.name: [] for training in trainings}
+    trainings = {name: Training(name, setting, *data) for name in setting.taking_part()}
+    if not trainings:
+        raise ValueError(f"{setting.model} cannot have batch-norm; add a contender, such as sgd")
+    memory = {name: training.warm_up(warm_up) for name, training in trainings.items()}
+    first = next(iter(trainings.values())).step
+    burst = max(3, round(BURST / seconds_per_step(first, device, 3))) if device.type == "cuda" else 1
+    times: dict[str, list[float]] = {name: [] for name in trainings}
     for k in range(setting.rounds):
-        for training in trainings if k % 2 else reversed(trainings):  # so that no one always follows the same one
-            times[training.name].append(seconds_per_step(training.step, device, burst))
-        if on_round is not None:
-            on_round(k)
+        for name in trainings if k % 2 else reversed(trainings):  # so that no one always follows the same one
+            times[name].append(seconds_per_step(trainings[name].step, device, burst))
+        on_round(k)
     return [
-        row(t.name, times) | {"step_memory": memory[t.name], "state_per_parameter": t.state_floats()} for t in trainings
+        row(name, times) | {"step_memory": memory[name], "state_per_parameter": training.state_floats()}
+        for name, training in trainings.items()
     ]
 
 

@@ -1,7 +1,6 @@
 """The optimizers whose steps are timed: ours, in one or two versions, and torch's."""
 
 import atexit
-import hashlib
 import importlib
 import re
 import shutil
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import records, usage
+from . import usage
 
 BEFORE = "evenstep_before"  # the name under which another version of the package is imported
 MOMENTUM = 0.9
@@ -104,14 +103,3 @@ def package_in(folder: Path) -> Path:
             "by git worktree add ../before COMMIT"
         )
     return folder / "evenstep"
-
-
-def identity(folder: Path) -> str:
-    """Commit of the package in `folder`, or else a digest of its files; EVENSTEP_AGAINST_COMMIT can name it."""
-    root = package_in(folder)
-    if commit := records.commit(folder.resolve().parent, "EVENSTEP_AGAINST_COMMIT"):
-        return commit
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return f"files {digest.hexdigest()[:12]}"

@@ -1,12 +1,12 @@
-"""Suites of the benchmark with their goals, and tables of its records.
-
-`evenstep bench --suite gpu` measures a suite, `--goals` compares it with its goals, `--table FILE` reads records.
-"""
+"""Suites of the benchmark with their goals, and tables of its records."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 from . import usage
+from .bench import Setting
 from .labels import markdown_table
 from .records import Record
 
@@ -20,17 +20,6 @@ class Goal(NamedTuple):
     column: str = "ratio"
 
 
-class Row(NamedTuple):
-    """One comparison of a suite: fields of `bench.Setting` beside those of the suite, and goals."""
-
-    how: dict[str, Any]
-    goals: tuple[Goal, ...] = ()
-
-    def config(self, suite: str) -> dict[str, Any]:
-        """What a record of this row has among its settings."""
-        return {**USUAL, **ON[suite], **self.how}
-
-
 def _unit(best: float) -> Goal:
     """UnitStep may take as long as it did, and 1 % of SGD's step more."""
     return Goal("unitstep", best, best + 0.01)
@@ -39,27 +28,27 @@ def _unit(best: float) -> Goal:
 ADAMW = Goal("whitened-adamw", 1.02, 1.04)
 STATE = Goal("unitstep", 0.01, 0.02, "state_per_parameter")
 VERSIONS = Goal("", 1.0, 1.01, "new_over_old")  # for every contender of the suite gpu that is timed in two versions
-CONTENDERS = {
-    "gpu": ("sgd", "unitstep", "whitened-sgd", "adamw-fused", "whitened-adamw"),
-    "cpu": ("sgd", "unitstep", "whitened-sgd", "batch-norm"),
-}
-ON = {"gpu": {"device": "cuda", "autocast": True, "rounds": 12}, "cpu": {"device": "cpu", "threads": 1, "rounds": 200}}
-SUITES = {
+WORDS = {STATE.column: "floats of state per parameter", VERSIONS.column: "new / old"}
+ON_GPU = partial(
+    Setting, contenders=("sgd", "unitstep", "whitened-sgd", "adamw-fused", "whitened-adamw"),
+    device="cuda", autocast=True, rounds=12,
+)  # fmt: skip
+ON_CPU = partial(Setting, contenders=("sgd", "unitstep", "whitened-sgd", "batch-norm"), threads=1, rounds=200)
+SUITES: dict[str, tuple[tuple[Setting, tuple[Goal, ...]], ...]] = {
     "gpu": (
-        Row({"model": "resnet50", "channels_last": True}, (_unit(1.008), ADAMW)),
-        Row({"model": "alexnet"}, (_unit(1.025),)),
-        Row({"model": "gpt2-small"}, (_unit(1.009), ADAMW, STATE)),
-        Row({"model": "gpt2-small", "compiled": True}, (_unit(1.018), ADAMW)),
-        Row({"model": "vit-b16", "compiled": True}, (_unit(1.015), ADAMW)),
-        Row({"model": "vit-b16"}),
+        (ON_GPU("resnet50", channels_last=True), (_unit(1.008), ADAMW)),
+        (ON_GPU("alexnet"), (_unit(1.025),)),
+        (ON_GPU("gpt2-small"), (_unit(1.009), ADAMW, STATE)),
+        (ON_GPU("gpt2-small", compiled=True), (_unit(1.018), ADAMW)),
+        (ON_GPU("vit-b16", compiled=True), (_unit(1.015), ADAMW)),
+        (ON_GPU("vit-b16"), ()),
     ),
     "cpu": (
-        Row({"model": "paper-cnn"}, tuple(Goal(name, 1.12, None) for name in ("unitstep", "whitened-sgd"))),
-        Row({"model": "paper-cnn-4"}, tuple(Goal(name, 1.03, 1.05) for name in ("unitstep", "whitened-sgd"))),
+        (ON_CPU("paper-cnn"), (Goal("unitstep", 1.12, None), Goal("whitened-sgd", 1.12, None))),
+        (ON_CPU("paper-cnn-4"), (Goal("unitstep", 1.03, 1.05), Goal("whitened-sgd", 1.03, 1.05))),
     ),
 }
-USUAL = {**dict.fromkeys(("compiled", "autocast", "channels_last", "half"), False),
-         **dict.fromkeys(("batch", "width", "depth"))}  # fmt: skip
+SAME = ("model", "batch", "width", "depth", "compiled", "autocast", "channels_last", "half")  # in records of a row
 
 
 class Verdict(NamedTuple):
@@ -81,41 +70,40 @@ class Verdict(NamedTuple):
         digits = 4 if self.goal.column == STATE.column else 3
         value = "–" if self.measured is None else f"{self.measured:.{digits}f}"
         limit = "batch norm's" if self.limit is None else f"{self.limit:.3f}"
-        said = {STATE.column: "floats of state per parameter", VERSIONS.column: "new / old"}
-        contender = ", ".join(filter(None, [self.contender, said.get(self.goal.column)]))
+        contender = ", ".join(filter(None, [self.contender, WORDS.get(self.goal.column)]))
         return [self.what, contender, f"{self.goal.best:.3f}", limit, f"**{value}**" if self.missed else value]
 
 
 def verdicts(found: Sequence[Record]) -> list[Verdict]:
     """For each row of the suites that records are from, its goals beside the newest measurement of each contender."""
-    rows = []
+    rows: list[Verdict] = []
     for name, suite in SUITES.items():
-        records = [[record for record in found if is_of(record, name, row)] for row in suite]
+        records = [[record for record in found if is_of(record, setting)] for setting, _ in suite]
         if any(records):
-            rows += [v for row, same in zip(suite, records, strict=True) for v in _judged(row, name, same)]
+            for (setting, goals), same in zip(suite, records, strict=True):
+                rows += _judged(title(asdict(setting)), goals, same, versions=name == "gpu")
     return rows
 
 
-def is_of(record: Record, suite: str, row: Row) -> bool:
+def is_of(record: Record, setting: Setting) -> bool:
     """Whether a record measures this row: on such a device, with these settings."""
-    config, wanted = {**USUAL, **record["config"]}, row.config(suite)
-    same = all(config[key] == wanted[key] for key in (*USUAL, "model"))
-    return same and str(config["device"]).partition(":")[0] == wanted["device"]
+    config = {"half": False, **record["config"]}  # which older records lack
+    same = all(config[key] == getattr(setting, key) for key in SAME)
+    return same and str(config["device"]).partition(":")[0] == setting.device
 
 
-def _judged(row: Row, suite: str, records: Sequence[Record]) -> Iterator[Verdict]:
-    what = title(row.config(suite))
+def _judged(what: str, goals: Sequence[Goal], records: Sequence[Record], versions: bool) -> Iterator[Verdict]:
     newest: dict[str, dict[str, Any]] = {}
     for record in records:
         lines = {line["contender"]: line for line in record["metrics"]}
         norm = lines.get("batch-norm", {}).get("ratio")
         newest |= {name: {**line, "norm": norm} for name, line in lines.items()}
-    for goal in row.goals:
+    for goal in goals:
         line = newest.get(goal.contender, {})
         limit = line.get("norm") if goal.limit is None else goal.limit
         yield Verdict(what, goal.contender, goal, limit, line.get(goal.column))
     for name, line in newest.items():
-        if suite == "gpu" and VERSIONS.column in line:
+        if versions and VERSIONS.column in line:
             yield Verdict(what, name, VERSIONS, VERSIONS.limit, line[VERSIONS.column][1])
 
 

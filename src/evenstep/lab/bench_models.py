@@ -26,36 +26,34 @@ def mlp(width: int = 256, depth: int = 4) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
-class Bottleneck(nn.Module):
-    """ResNet's 1x1, 3x3, 1x1 with a shortcut; without batch norm the convolutions have biases."""
+def conv_bn(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
+    """A convolution without bias, and batch norm."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
-    def __init__(self, inputs: int, width: int, stride: int, norm: bool) -> None:
+
+class Bottleneck(nn.Module):
+    """ResNet's 1x1, 3x3, 1x1 with a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        sizes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
-        self.body = nn.Sequential()
-        for k, (a, b, kernel, step) in enumerate(sizes):
-            self.body.append(nn.Conv2d(a, b, kernel, step, kernel // 2, bias=not norm))
-            self.body.append(nn.BatchNorm2d(b) if norm else nn.Identity())
-            if k < 2:
-                self.body.append(nn.ReLU(True))
-        self.short: nn.Module = nn.Identity()
-        if stride > 1 or inputs != 4 * width:
-            norms = [nn.BatchNorm2d(4 * width)] if norm else []
-            self.short = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=not norm), *norms)
+        first, second = conv_bn(inputs, width, 1, 1), conv_bn(width, width, 3, stride)
+        self.body = nn.Sequential(first, nn.ReLU(True), second, nn.ReLU(True), conv_bn(width, 4 * width, 1, 1))
+        same = stride == 1 and inputs == 4 * width
+        self.short = nn.Identity() if same else conv_bn(inputs, 4 * width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Body and shortcut."""
         return functional.relu(self.body(x) + self.short(x))
 
 
-def resnet50(norm: bool = True) -> nn.Module:
-    """ResNet-50, with batch norm or without any."""
-    stem: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=not norm)]
-    stem += [nn.BatchNorm2d(64)] if norm else []
-    modules, inputs = [*stem, nn.ReLU(True), nn.MaxPool2d(3, 2, 1)], 64
+def resnet50() -> nn.Module:
+    """ResNet-50."""
+    modules: list[nn.Module] = [conv_bn(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
     for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for k in range(depth):
-            modules.append(Bottleneck(inputs, width, stride if k == 0 else 1, norm))
+            modules.append(Bottleneck(inputs, width, stride if k == 0 else 1))
             inputs = 4 * width
     return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
@@ -142,7 +140,6 @@ SUBJECTS = {
     "paper-cnn-4": Subject(lambda norm=False, width=4: _cnn(norm, width), (256, 3, 32, 32), 10, norm=True),
     "alexnet": Subject(alexnet, IMAGES, 1000),
     "resnet50": Subject(resnet50, IMAGES, 1000),
-    "resnet50-plain": Subject(lambda norm=False: resnet50(norm), IMAGES, 1000, norm=True),
     "vit-b16": Subject(ViT, (128, 3, 224, 224), 1000),
     "gpt2-small": Subject(GPT, (16, 1024), 50257, tokens=True),
     "mlp": Subject(mlp, (128, 256), 10),

@@ -4,23 +4,23 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import evenstep
+
+from .bench import seconds_per_step
 
 SUMS = 3  # operations per number of a layer's input: subtract the centre, add, square and add
 WARM_UP = 3
 Call = Callable[[nn.Module], Tensor]  # a forward pass that ends in a loss
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Operations of forward and backward, operations that whitening adds, and bytes of inputs it reads again."""
 
     flops: float
@@ -28,8 +28,7 @@ class Cost:
     read: float
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Median seconds of a step of each optimizer, and how many steps were timed."""
 
     sgd: float
@@ -47,21 +46,16 @@ def state_floats(model: nn.Module) -> dict[str, float]:
     return {"SGD": 0.0, "SGD with momentum": 1.0, "UnitStep": kept / trained, "AdamW": 2.0}
 
 
-def whitened(model: nn.Module, coverage: Any) -> dict[str, nn.Module]:
-    """The layers with whitened weights, by the weight's name; `coverage` is that of an optimizer."""
-    names = [row.parameter for row in coverage if row.treatment == "whitened" and row.parameter.endswith("weight")]
-    return {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-
-
 def cost(model: nn.Module, coverage: Any, call: Call) -> Cost:
-    """Count one forward and backward pass, and the inputs of whitened layers in it."""
+    """Count one forward and backward pass, and the inputs of the layers that an optimizer's `coverage` whitens."""
     sizes: list[tuple[int, int]] = []
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
         sizes.extend((x.numel(), x.element_size()) for x in tensors[:1])
 
-    layers = whitened(model, coverage).values()
+    weights = [row.parameter for row in coverage if row.treatment == "whitened" and row.parameter.endswith("weight")]
+    layers = [model.get_submodule(name.rpartition(".")[0]) for name in weights]
     handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
     try:
         with FlopCounterMode(display=False) as counter:
@@ -78,21 +72,16 @@ def measure(model: nn.Module, call: Call, device: torch.device, seconds: float =
     copies = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = torch.optim.SGD(copies[0].parameters(), lr=1e-6, momentum=0.9), evenstep.UnitStep(copies[1], lr=1e-6)
     times: list[list[float]] = [[], []]
+
+    def step(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        call(network).backward()
+        optimizer.step()
+
     started = time.perf_counter()
     while len(times[0]) < WARM_UP + 3 or (time.perf_counter() - started < seconds and len(times[0]) < most):
         for taken, network, optimizer in zip(times, copies, optimizers, strict=True):
-            taken.append(_step(network, optimizer, call, device))
+            taken.append(seconds_per_step(partial(step, network, optimizer), device, 1))
     optimizers[1].detach()
     sgd, unitstep = (statistics.median(taken[WARM_UP:]) for taken in times)
     return Times(sgd, unitstep, len(times[0]) - WARM_UP)
-
-
-def _step(model: nn.Module, optimizer: Optimizer, call: Call, device: torch.device) -> float:
-    """Seconds of one step."""
-    start = time.perf_counter()
-    optimizer.zero_grad(set_to_none=True)
-    call(model).backward()
-    optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

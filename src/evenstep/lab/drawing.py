@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -23,6 +24,12 @@ def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = Fa
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
+
+
+def style(number: int, label: str) -> dict[str, Any]:
+    """Colour, mark and label of the line with that number."""
+    marker, colour = MARKS[number % len(MARKS)], COLOURS[number % len(COLOURS)]
+    return {"color": colour, "marker": marker, "markersize": 4, "label": label}
 
 
 def plain_log(axis: Axis) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from . import usage
-from .experiments import EXPERIMENTS, Options, Progress
-from .experiments.common import kept, silent
+from .experiments import EXPERIMENTS, Options, Progress, Session
+from .experiments.session import kept, silent
 from .records import Record
 
 
@@ -64,7 +64,7 @@ def reproduce(
     for number, name in enumerate(names):
         try:
             clock(name, 0, 0)
-            EXPERIMENTS[name].run(options, out / f"{name}.jsonl", device, clock)
+            EXPERIMENTS[name].run(Session(options, out / f"{name}.jsonl", device, clock))
         except OutOfTime:
             return list(names[number:])
     return []
@@ -76,10 +76,8 @@ def everything(out: Path, warn: Callable[[str], None] = warnings.warn) -> dict[s
     for name in EXPERIMENTS:
         try:
             found[name] = kept(name, out, warn)
-        except usage.UsageError as error:
-            warn(f"{name} is left out: {error}")
-        except OSError as error:
-            warn(f"{name} is left out: {usage.of_file(error)}")
+        except (usage.UsageError, OSError) as error:
+            warn(f"{name} is left out: {usage.of_file(error) if isinstance(error, OSError) else error}")
     return {name: records for name, records in found.items() if records}
 
 

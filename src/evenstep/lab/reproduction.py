@@ -3,16 +3,17 @@
 python -m evenstep.lab.reproduction results/reproduction docs
 """
 
-import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 from .experiments import EXPERIMENTS
-from .experiments.common import QUICK_IMAGES, kept
+from .experiments.session import QUICK_IMAGES, kept
+from .labels import markdown_table
 from .records import Record
-from .usage import UsageError, of_file, writable_folder
+from .usage import UsageError, writable_folder
+from .verdicts import judge
 
 HEAD = """# The paper, reproduced
 
@@ -28,7 +29,6 @@ QUICK = """
 """
 COMMAND = """Commands in full: `python -m evenstep.lab.reproduce NAME --data DIR --device cuda --out {source}`.
 """
-WORDS = {True: "**held**", False: "**did not hold**", None: "undecided"}
 
 
 def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS)) -> list[Path]:
@@ -38,8 +38,7 @@ def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS))
     """
     from . import drawing
 
-    found = {name: kept(name, source) for name in names}
-    found = {name: records for name, records in found.items() if records}
+    found = {name: records for name in names if (records := kept(name, source))}
     if not found:
         raise UsageError(f"{source}: no records of {', '.join(EXPERIMENTS)} there; run evenstep.lab.reproduce first")
     figures = writable_folder(target / "figures")
@@ -55,11 +54,11 @@ def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     """The whole page."""
     claims = [["where", "the paper claims", "", "what came out", "command"]]
     for name, records in found.items():
-        for claim in EXPERIMENTS[name].CLAIMS:
-            held, text = claim.judge(records)
-            claims.append([claim.section, claim.text, WORDS[held], text, f"`reproduce {name}`"])
+        for verdict in judge(name, EXPERIMENTS[name], records):
+            word = verdict.word if verdict.held is None else f"**{verdict.word}**"
+            claims.append([verdict.section, verdict.claim, word, verdict.text, f"`reproduce {name}`"])
     missing = [name for name in EXPERIMENTS if name not in found]
-    parts = [head(found, source, target), markdown(claims)]
+    parts = [head(found, source, target), markdown_table(claims) + "\n"]
     parts += [f"Not run yet: {', '.join(missing)}.\n"] if missing else []
     parts += [COMMAND.format(source=source)]
     parts += [section(name, EXPERIMENTS[name], records) for name, records in found.items()]
@@ -69,19 +68,16 @@ def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
 def head(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     """The introduction: the source of the page, devices, versions, data."""
     everything = [record for records in found.values() for record in records]
-    data = listed(r["config"]["data"] for r in everything if "data" in r["config"])
-    return (HEAD + QUICK if f"{QUICK_IMAGES:,} of" in data else HEAD).format(
-        source=source,
-        target=target,
-        devices=listed(r["environment"]["device"] for r in everything),
-        torch=listed(r["environment"]["torch"] for r in everything),
-        data=f", on {data}" if data else "",
+    data, devices, torch = (
+        "; ".join(sorted(set(values)))
+        for values in (
+            (r["config"]["data"] for r in everything if "data" in r["config"]),
+            (r["environment"]["device"] for r in everything),
+            (r["environment"]["torch"] for r in everything),
+        )
     )
-
-
-def listed(values: Iterable[str]) -> str:
-    """Each value once, in order."""
-    return "; ".join(sorted(set(values)))
+    text = HEAD + QUICK if f"{QUICK_IMAGES:,} of" in data else HEAD
+    return text.format(source=source, target=target, devices=devices, torch=torch, data=f", on {data}" if data else "")
 
 
 def section(name: str, experiment: ModuleType, records: list[Record]) -> str:
@@ -92,32 +88,11 @@ def section(name: str, experiment: ModuleType, records: list[Record]) -> str:
         f"## {title}\n",
         f"{experiment.SETTING}\n",
         f"![{title}](figures/{name}.svg)\n",
-        markdown(experiment.table(records)),
+        markdown_table(experiment.table(records)) + "\n",
         f"{len(records)} records, commit {', '.join(c[:12] for c in commits)}.\n",
     ])  # fmt: skip
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """A table with the first row as its head."""
-    first, *rest = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    lines = [first, ["---"] * len(first), *rest]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder of records: the --out of reproduce")
-    parser.add_argument("target", type=Path, help="folder for reproduction.md and figures/")
-    options = parser.parse_args(arguments)
-    try:
-        files = write(options.source, options.target)
-    except (UsageError, OSError) as error:
-        print(f"reproduction: {of_file(error) if isinstance(error, OSError) else error}", file=sys.stderr)
-        return 2
-    print("\n".join(map(str, files)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    source, target = map(Path, sys.argv[1:])
+    print(*write(source, target), sep="\n")

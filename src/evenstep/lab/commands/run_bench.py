@@ -1,6 +1,6 @@
 """`evenstep bench`: time and memory of training steps, ours against torch's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Options:
     against: Path | None = None
     """The src folder of another checkout: its optimizers are timed in the same rounds, and ratios new / old printed."""
     model: tuple[str, ...] = ()
-    """Networks: paper-cnn and paper-cnn-4 (the default), alexnet, resnet50, resnet50-plain, vit-b16, gpt2-small,
+    """Networks: paper-cnn and paper-cnn-4 (the default), alexnet, resnet50, vit-b16, gpt2-small,
     gpt-tiny, mlp."""
     contenders: tuple[str, ...] = ()
     """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unitstep (these are the default), whitened-adamw,
@@ -66,8 +66,6 @@ def main(options: Options) -> int:
         return 0
     wanted = settings(options)
     usage.writable_folder(options.records.parent, "--records")
-    for line in left_out(wanted):
-        print(line)
     found = measured(wanted, options.records)
     print(f"Records: {options.records}")
     code = judged(found) if options.goals else 0
@@ -81,15 +79,11 @@ def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record
         for setting in wanted:
             bar.show(setting.model)
             try:
-                record = bench.run(setting, lambda _: bar.advance())
-            except (RuntimeError, Warning) as error:  # out of memory, not compiled, or an optimizer that saw no inputs
-                if len(wanted) == 1:
-                    raise
+                found.append(records.append(path, bench.run(setting, lambda _: bar.advance())))
+            except (RuntimeError, ValueError, Warning) as error:  # no memory, not compiled, or it saw no inputs
                 bar.advance(f"{bench_goals.title(vars(setting))}: failed: {usage.first_line(error)}", by=0)
-                continue
-            found.append(record)
-            records.append(path, record)
-            bar.advance(bench_goals.text(record), by=0)
+            else:
+                bar.advance(bench_goals.text(found[-1]), by=0)
     return found
 
 
@@ -127,8 +121,6 @@ def settings(options: Options) -> list[bench.Setting]:
     if options.against is not None:
         package_in(options.against)
     found = of_suite(options) if options.suite or options.goals else of_options(options)
-    for setting in found:
-        possible(setting)
     for device in {setting.device for setting in found}:
         usage.usable_device(device)
     return found
@@ -141,49 +133,28 @@ def of_suite(options: Options) -> list[bench.Setting]:
         raise usage.UsageError(f"a suite has its own settings; leave out {', '.join(given)}")
     of_device = "gpu" if options.device.startswith("cuda") else "cpu"
     name = usage.known_name(options.suite or of_device, bench_goals.SUITES, "suite")
-    rows = [row for row in bench_goals.SUITES[name] if not options.model or row.how["model"] in options.model]
+    rows = [row for row, _ in bench_goals.SUITES[name] if not options.model or row.model in options.model]
     if not rows:
         raise usage.UsageError(f"suite {name} has no row with --model {' '.join(options.model)}")
     changes = {key: getattr(options, key) for key in ("rounds", "threads", "contenders", "seed", "against")}
-    usual = {"contenders": bench_goals.CONTENDERS[name], **bench_goals.ON[name]}
-    return [bench.Setting(**{**usual, **row.how, **{k: v for k, v in changes.items() if v}}) for row in rows]
+    return [replace(row, **{key: value for key, value in changes.items() if value}) for row in rows]
 
 
 def of_options(options: Options) -> list[bench.Setting]:
     """Every network at every batch size; with `--sweep` dense networks of many sizes besides."""
-    shared = ("device", "compiled", "autocast", "half", "channels_last", "threads", "seed", "against")
-    base = bench.Setting(
-        "", options.contenders or DEFAULT_CONTENDERS, rounds=options.rounds or 50,
-        **{name: getattr(options, name) for name in shared},
-    )  # fmt: skip
+    names = ("device", "compiled", "autocast", "half", "channels_last", "threads", "seed", "against")
+    shared = {name: getattr(options, name) for name in names}
+    contenders, rounds = options.contenders or DEFAULT_CONTENDERS, options.rounds or 50
+    base = bench.Setting("mlp", contenders, rounds=rounds, **shared)
     models = options.model or (() if options.sweep else DEFAULT_MODELS)
     found = [replace(base, model=model, batch=batch) for model in models for batch in options.batch or (None,)]
     return found + (growth(base) if options.sweep else [])
 
 
 def growth(base: bench.Setting) -> list[bench.Setting]:
-    """Dense networks of which one size at a time varies; larger on a GPU, where small ones would time the host."""
+    """The dense network in sizes of which one at a time varies; larger on a GPU, where small ones time the host."""
     large = base.device.startswith("cuda")
-    net = replace(base, model="mlp", width=4096 if large else None, batch=4096 if large else None)
+    net = replace(base, width=4096, batch=4096) if large else base
     found = [replace(net, width=width) for width in ((1024, 4096, 8192) if large else (64, 256, 1024))]
     found += [replace(net, batch=batch) for batch in ((512, 2048, 8192) if large else (32, 128, 512, 2048))]
     return found + [replace(net, depth=depth) for depth in (2, 8, 32)]
-
-
-def possible(setting: bench.Setting) -> None:
-    """Refuse settings that contradict each other."""
-    names = setting.taking_part()
-    if not names:
-        raise usage.UsageError(f"--model {setting.model} cannot have batch-norm; add a contender, such as sgd")
-    if setting.channels_last and len(SUBJECTS[setting.model].shape) != 4:
-        raise usage.UsageError(f"--channels-last is for images, and {setting.model} takes none; leave one out")
-    if setting.half and setting.autocast:
-        raise usage.UsageError("--half leaves nothing to --autocast; leave one out")
-    if setting.batch == 1 and "batch-norm" in names:
-        raise usage.UsageError("--batch 1 is too small for batch-norm, which needs 2; leave one out")
-
-
-def left_out(wanted: Iterable[bench.Setting]) -> list[str]:
-    """A line for each network that cannot have batch norm, though it was asked for."""
-    models = {s.model: None for s in wanted if "batch-norm" in s.contenders and "batch-norm" not in s.taking_part()}
-    return [f"{model} cannot have batch-norm, which is left out" for model in models]

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+SHORTEST = 10_000  # characters of a text
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +83,18 @@ class Text:
     def to(self, device: torch.device | str) -> "Text":
         """The same text with its tensors on `device`."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+
+def text_file(path: Path | str) -> Text:
+    """A text file in UTF-8, by character."""
+    path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}.") from error
+    if len(content) < SHORTEST:
+        raise ValueError(f"{path}: a text of at least {SHORTEST:,} characters is needed; this one has {len(content)}.")
+    number = {character: k for k, character in enumerate(sorted(set(content)))}
+    tokens = torch.tensor([number[character] for character in content])
+    split = len(tokens) * 9 // 10
+    return Text(tokens[:split], tokens[split:], path.stem, "".join(number))

@@ -39,12 +39,11 @@ def cifar10(source: Path | str, name: str | None = None) -> Arrays:
 
 def _from_folder(folder: Path) -> dict[str, tuple[str, bytes]]:
     """The path and the content of each batch file."""
-    if (folder / CIFAR_FOLDER).is_dir():
-        folder = folder / CIFAR_FOLDER
-    for key in (*TRAIN, TEST):
-        if not (folder / key).is_file():
-            raise FileNotFoundError(f"{folder / key}: no such file; it should be one of CIFAR-10's python batches.")
-    return {key: (str(folder / key), (folder / key).read_bytes()) for key in (*TRAIN, TEST)}
+    inner = folder / CIFAR_FOLDER
+    paths = {key: (inner if inner.is_dir() else folder) / key for key in (*TRAIN, TEST)}
+    if missing := [path for path in paths.values() if not path.is_file()]:
+        raise FileNotFoundError(f"{missing[0]}: no such file; it should be one of CIFAR-10's python batches.")
+    return {key: (str(path), path.read_bytes()) for key, path in paths.items()}
 
 
 def _from_archive(path: Path) -> dict[str, tuple[str, bytes]]:
@@ -54,15 +53,14 @@ def _from_archive(path: Path) -> dict[str, tuple[str, bytes]]:
         with tarfile.open(path) as archive:
             for member in archive:
                 inside = PurePosixPath(member.name)
-                if inside.parent.name == CIFAR_FOLDER and inside.name in (*TRAIN, TEST):
-                    content = archive.extractfile(member)
-                    files[inside.name] = f"{path}, {member.name}", b"" if content is None else content.read()
+                content = archive.extractfile(member) if inside.parent.name == CIFAR_FOLDER else None
+                if content is not None:
+                    files[inside.name] = f"{path}, {member.name}", content.read()
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
                 pass  # read to the end, where the checksum is
     except Exception as error:  # a damaged archive can raise nearly anything
         raise ValueError(f"{path}: not a readable archive: {first_line(error)}.") from error
-    missing = [key for key in (*TRAIN, TEST) if key not in files]
-    if missing:
+    if missing := [key for key in (*TRAIN, TEST) if key not in files]:
         raise ValueError(f"{path}: {CIFAR_FOLDER}/{missing[0]} is not in the archive; is it CIFAR-10's python version?")
     return files
 
@@ -77,8 +75,7 @@ def _batch(where: str, content: bytes) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{where}: b'data' should be bytes of shape [N, {CIFAR_PIXELS}]; got {_describe(data)}.")
     if not isinstance(labels, list) or not labels or len(labels) != len(data):
         raise ValueError(f"{where}: b'labels' should be a list of {len(data)} numbers; got {_describe(labels)}.")
-    wrong = [label for label in labels if not (isinstance(label, int | np.integer) and 0 <= label < 10)]
-    if wrong:
+    if wrong := [label for label in labels if not (isinstance(label, int | np.integer) and 0 <= label < 10)]:
         raise ValueError(f"{where}: labels should be whole numbers from 0 to 9; found {wrong[0]!r}.")
     return torch.from_numpy(data.reshape(-1, 3, 32, 32).copy()), torch.tensor([int(label) for label in labels])
 

@@ -37,10 +37,8 @@ def fashion_mnist_subset(path: Path | None = None) -> Arrays:
     import lzma  # some builds of Python lack it
 
     with np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False) as arrays:
-        train_x, train_y, test_x, test_y = (
-            torch.from_numpy(arrays[key]) for key in ("train_x", "train_y", "test_x", "test_y")
-        )
-    return Arrays(_padded(train_x), train_y.long(), _padded(test_x), test_y.long(), FASHION_NAME, FASHION_CLASSES)
+        x, y = ([torch.from_numpy(arrays[f"{half}_{key}"]) for half in ("train", "test")] for key in "xy")
+    return Arrays(_padded(x[0]), y[0].long(), _padded(x[1]), y[1].long(), FASHION_NAME, FASHION_CLASSES)
 
 
 def fashion_mnist(folder: Path | str) -> Arrays:
@@ -97,6 +95,5 @@ def _read(folder: Path, name: str, dimensions: int) -> tuple[Path, np.ndarray]:
 
 def _padded(x: Tensor) -> Tensor:
     """Images [N, H, W] in the middle of [N, 1, 32, 32] zeros."""
-    extra = SIDE - x.shape[1], SIDE - x.shape[2]
-    top, left = extra[0] // 2, extra[1] // 2
-    return functional.pad(x[:, None], (left, extra[1] - left, top, extra[0] - top))
+    high, wide = SIDE - x.shape[1], SIDE - x.shape[2]
+    return functional.pad(x[:, None], (wide // 2, (wide + 1) // 2, high // 2, (high + 1) // 2))

@@ -1,6 +1,5 @@
 """Folders of images: a folder per class below train/, and below val/ or test/."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,51 +22,35 @@ def image_folder(folder: Path | str, size: int = 32) -> Arrays:
     held_out = next((folder / name for name in HELD_OUT if (folder / name).is_dir()), None)
     if held_out is None:
         raise FileNotFoundError(f"{folder}: val/ or test/ is needed beside train/; neither is there.")
-    classes = _class_folders(folder / "train")
-    numbers = {name: k for k, name in enumerate(classes)}
-    train, test = _labelled(folder / "train", numbers), _labelled(held_out, numbers, complete=False)
-    name = f"{folder.resolve().name} ({len(classes)} classes, {size}x{size})"
-    return Arrays(*_decoded(train, size), *_decoded(test, size), name, tuple(classes))
+    train, test = _classes(folder / "train"), _classes(held_out)
+    if empty := [name for name, images in train.items() if not images]:
+        raise ValueError(f"{folder / 'train' / empty[0]}: no image in it ({', '.join(SUFFIXES)}).")
+    if unknown := [name for name in test if name not in train]:
+        raise ValueError(f"{held_out / unknown[0]}: no class of that name in train/; its images cannot be labelled.")
+    if not any(test.values()):
+        raise ValueError(f"{held_out}: no image in it ({', '.join(SUFFIXES)}).")
+    name, numbers = folder.resolve().name, {name: k for k, name in enumerate(train)}
+    halves = [_decoded([(p, numbers[c]) for c in half for p in half[c]], size) for half in (train, test)]
+    return Arrays(*halves[0], *halves[1], f"{name} ({len(train)} classes, {size}x{size})", tuple(train))
 
 
-def _class_folders(split: Path) -> list[str]:
-    """The names of the classes."""
+def _classes(split: Path) -> dict[str, list[Path]]:
+    """The images of each class, hidden files left out, in alphabetical order."""
     if not split.is_dir():
         raise FileNotFoundError(f"{split}: no such folder; it should have one folder of images per class.")
-    names = sorted(entry.name for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    if len(names) < 2:
-        raise ValueError(f"{split}: at least two folders of images are needed, one per class; found {len(names)}.")
-    return names
-
-
-def _labelled(split: Path, numbers: dict[str, int], complete: bool = True) -> list[tuple[Path, int]]:
-    """The images below each class folder with the number of their class; `complete` allows no empty class."""
-    found: list[tuple[Path, int]] = []
-    for name in _class_folders(split):
-        if name not in numbers:
-            raise ValueError(f"{split / name}: no class of that name in train/; its images cannot be labelled.")
-        images = _images(split / name)
-        if complete and not images:
-            raise ValueError(f"{split / name}: no image in it ({', '.join(SUFFIXES)}).")
-        found += [(path, numbers[name]) for path in images]
-    if not found:
-        raise ValueError(f"{split}: no image in it ({', '.join(SUFFIXES)}).")
-    return found
-
-
-def _images(folder: Path) -> list[Path]:
-    """Every image below `folder` in alphabetical order, without hidden files."""
-    paths = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
-    return sorted(p for p in paths if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    folders = sorted(entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if len(folders) < 2:
+        raise ValueError(f"{split}: at least two folders of images are needed, one per class; found {len(folders)}.")
+    return {
+        folder.name: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+        for folder in folders
+    }
 
 
 def _decoded(images: list[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
-    """Images as bytes [N, 3, size, size], decoded by as many threads as there are cores, and their labels."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
+    """Images as bytes [N, 3, size, size], decoded in threads, and their labels."""
+    with ThreadPoolExecutor() as pool:
         pixels = list(pool.map(lambda image: _decode(image[0], size), images))
-    finally:
-        pool.shutdown(cancel_futures=True)
     return torch.from_numpy(np.stack(pixels)), torch.tensor([label for _, label in images])
 
 

@@ -4,16 +4,15 @@ import difflib
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..usage import UsageError
-from .arrays import Arrays, Text
+from .arrays import Arrays, Text, text_file
 from .cifar import CIFAR_FOLDER, TRAIN, cifar10
 from .fashion import fashion_mnist, fashion_mnist_subset, idx_file
 from .folder import HELD_OUT, image_folder
-from .text import text_file
 
-NAMES = ("fashion",)  # sets that need no path: the images inside the package
 LAYOUTS = f"{CIFAR_FOLDER}, MNIST's idx files, or train/ with val/ or test/"
 KINDS = ("cifar", "idx", "folder", "text", "archive")  # archive: a packed file that is no tar file
 ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zip")
@@ -29,7 +28,7 @@ def load(
     copy that differs from the original. A folder of several kinds is read as the first one in `prefer`. A UsageError
     names a file that cannot be read, and why.
     """
-    if str(source) in NAMES:
+    if str(source) == "fashion":
         return fashion_mnist_subset()
     path = Path(source)
     try:
@@ -40,15 +39,11 @@ def load(
         raise UsageError(f"--data {path}: {error.strerror or error}") from error
     if not kinds:
         raise UsageError(f"--data {path}: nothing known is there; a folder should hold {LAYOUTS}")
-    readers: dict[str, Callable[[], Arrays | Text]] = {
-        "cifar": lambda: cifar10(path, name),
-        "idx": lambda: fashion_mnist(path),
-        "folder": lambda: image_folder(path, size),
-        "text": lambda: text_file(path),
-        "archive": lambda: cifar10(path, name),
-    }
+    readers: dict[str, Callable[[Path], Arrays | Text]] = {
+        "idx": fashion_mnist, "folder": partial(image_folder, size=size), "text": text_file,
+    }  # fmt: skip
     try:
-        return readers[kinds[0]]()
+        return readers.get(kinds[0], partial(cifar10, name=name))(path)
     except (ValueError, OSError) as error:
         raise UsageError(f"--data {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
@@ -79,6 +74,6 @@ def recognise(path: Path) -> list[str]:
 def _unknown(path: Path) -> str:
     """The error for a missing path, with a suggestion."""
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, [*NAMES, *beside], n=1)
+    near = difflib.get_close_matches(path.name, ["fashion", *beside], n=1)
     hint = f"did you mean {str(path.with_name(near[0]) if near[0] in beside else near[0])!r}?" if near else ""
-    return f"--data {path}: no such file or folder, and no set of that name; {hint or 'known: ' + ', '.join(NAMES)}"
+    return f"--data {path}: no such file or folder, and no set of that name; {hint or 'known: fashion'}"

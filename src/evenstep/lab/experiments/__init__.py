@@ -1,16 +1,17 @@
 """The paper's experiments, a file each with the same names.
 
-`run(options, out, device, progress)` adds the missing records to the file `out` and returns all of them. `CLAIMS` are
-the paper's claims, each with its section and the function that judges it. `SETTING` says how it was run,
-`table(records)` gives the numbers, `plot(records)` the figure.
+`run(session)` adds the missing records to the session's file and returns all of them. `CLAIMS` are the paper's claims,
+each with its section and the function that judges it. `SETTING` says how it was run, `table(records)` gives the
+numbers, `plot(records)` the figure.
 """
 
 from types import ModuleType
 
 from . import coupling, fig1, fig2, fig3, l2, scale, shock
-from .common import Claim, Options, Progress, Verdict
+from .common import Claim, Verdict
+from .session import Options, Progress, Session
 
-__all__ = ["EXPERIMENTS", "Claim", "Options", "Progress", "Verdict"]
+__all__ = ["EXPERIMENTS", "Claim", "Options", "Progress", "Session", "Verdict"]
 
 EXPERIMENTS: dict[str, ModuleType] = {
     "fig1": fig1,

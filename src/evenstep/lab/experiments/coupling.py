@@ -1,9 +1,7 @@
 """The coupling of App. D: constants taken from the very batch they rescale bias the step."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +10,14 @@ from torch import Tensor
 from ...math import change_of_variables as coordinates
 from ...math import constants
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, below, images, only, silent, stored
+from .common import Figure, NotRun, Verdict, below, claim
 from .fig2 import UNGUARDED
-from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
+from .session import Session
+from .tuning import Contender, at_best, doubled, losses, outcome, rates_table, tuned
 
 INPUTS, UNITS, ATOMS = 4, 3, 200
 SIZES = (2, 4, 8, 16, 32, 64)
-EXAMPLES = 4_000_000  # drawn for each batch size
+EXAMPLES, AT_ONCE = 4_000_000, 100_000  # drawn for each batch size
 TOLERANCE = 4.5  # standard errors between what is measured and the formula, at most
 RUNNING = Contender("moments of earlier batches", "whitening", doubled(0.05, 5), UNGUARDED)
 OWN = Contender("the batch's own moments", "whitening-own", doubled(0.05, 5), UNGUARDED)
@@ -67,7 +66,8 @@ def bias(size: int, examples: int, seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1000 * size + seed)
     steps = torch.func.vmap(bias_step, in_dims=(0, 0, 0, None, None))
     differences = []
-    for count in _portions(examples // size, 100_000 // size):
+    for start in range(0, examples, AT_ONCE):
+        count = min(AT_ONCE, examples - start) // size
         rows = torch.randint(len(x), (count, size), generator=generator)
         bx, bg = x[rows], g[rows]
         exact = x.mean(0).expand(count, -1)
@@ -82,46 +82,39 @@ def bias(size: int, examples: int, seed: int) -> list[dict[str, Any]]:
     return [{"unit": j, **{name: column[j].item() for name, column in columns.items()}} for j in range(UNITS)]
 
 
-def _portions(total: int, most: int) -> list[int]:
-    """`total` split into parts of at most `most`."""
-    return [min(most, total - start) for start in range(0, total, most)]
-
-
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """Records of the bias at each batch size, then of the trainings."""
-    arrays = images(options, device)
-    arrays = arrays.subset(min(IMAGES, len(arrays.train_y)))
-    only(out, [arrays])
-    examples, sizes = (40_000, SIZES[:2]) if options.quick else (EXAMPLES, SIZES)
+    arrays, quick = session.images(IMAGES), session.options.quick
+    examples, sizes = (40_000, SIZES[:2]) if quick else (EXAMPLES, SIZES)
     found: list[Record] = []
     for size in sizes:
-        progress(f"bias at batch size {size}", len(found), len(sizes))
+        session.progress(f"bias at batch size {size}", len(found), len(sizes))
         config = {"experiment": "coupling", "part": "bias", "batch": size, "examples": examples}
-        found.append(stored(out, config, options.seed, partial(bias, size, examples, options.seed), "cpu"))
-    plan = Plan(seeds=1, growth=0, thin=1) if options.quick else Plan(seeds=2)
+        found.append(session.stored(config, partial(bias, size, examples, session.options.seed)))
     entrants = [
-        Entrant(contender, {"batch_size": batch, "epochs": 1 if options.quick else epochs})
+        (contender, {"batch_size": batch, "epochs": 1 if quick else epochs})
         for batch, epochs in BATCHES.items()
         for contender in (RUNNING, OWN)
     ]
-    return found + tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
+    return found + tuned(session, entrants, arrays, seeds=2)
 
 
-def biases(records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
+def biases(records: list[Record]) -> dict[int, list[dict[str, Any]]]:
     """The rows of each batch size."""
     return {r["config"]["batch"]: r["metrics"] for r in records if r["config"].get("part") == "bias"}
 
 
-def trainings(records: Sequence[Record], batch: int) -> list[Record]:
+def trainings(records: list[Record], batch: int) -> list[Record]:
     """The trainings at one batch size."""
     return [r for r in records if r["config"].get("batch_size") == batch]
 
 
+@claim("App. D", "A mean that is estimated on the current batch biases the step of the bias systematically.")
 def measured(records: list[Record]) -> Verdict:
     """The bias against its formula."""
     rows = [row for group in biases(records).values() for row in group]
     if not rows:
-        return NOT_RUN
+        raise NotRun
     off = max(abs(row["measured"] - row["formula"]) / row["standard_error"] for row in rows)
     seen = max(abs(row["measured"]) / row["standard_error"] for row in rows)
     smallest = min(biases(records))
@@ -133,6 +126,7 @@ def measured(records: list[Record]) -> Verdict:
     )
 
 
+@claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.")
 def disrupted(records: list[Record]) -> Verdict:
     """Training with the batch's own moments against earlier ones; "severely" means a quarter more loss."""
     results, held = [], []
@@ -146,22 +140,14 @@ def disrupted(records: list[Record]) -> Verdict:
     return Verdict(None if not held else True if all(held) else False if False in held else None, text)
 
 
+CLAIMS = (measured, disrupted)
+
+
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs: the trainings."""
-    rows: list[list[str]] = []
-    for batch in BATCHES:
-        found = rates_table(trainings(records, batch), (RUNNING, OWN))
-        rows += [["batch", *found[0]]] if not rows else []
-        rows += [[str(batch), *row] for row in found[1:]]
-    return rows
-
-
-CLAIMS = (
-    Claim(
-        "App. D", "A mean that is estimated on the current batch biases the step of the bias systematically.", measured
-    ),
-    Claim("App. D, §4.4", "In practice this is more than sufficient to severely disrupt convergence.", disrupted),
-)
+    tables = {str(batch): rates_table(trainings(records, batch), (RUNNING, OWN)) for batch in BATCHES}
+    head = next(iter(tables.values()))[0]
+    return [["batch", *head], *([batch, *row] for batch, rows in tables.items() for row in rows[1:])]
 
 
 def plot(records: list[Record]) -> Figure:

@@ -6,7 +6,6 @@ eq. 9 (one trust radius) and by eq. 10 (one per block). G is the Hessian, each c
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +13,16 @@ from torch import Tensor
 
 from ...math import stepsize
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, silent, stored
+from .common import Figure, NotRun, Verdict, claim
+from .session import Session
 
 START = (3.0, 3.0)
 STEPS = 100
 NEAR = 0.5  # how close to the optimum counts as there
 GAMMA = 0.03  # the paper's, which takes Newton's method to w₂ ≈ 0 in one step
 ETA = 0.3  # so that the first steps of eqs. 9 and 10 are about as long as Newton's with γ = 0.03
-METHODS = {
-    "SG": {"stepsize": 0.3},
-    "Newton, γ (eq. 8)": {"gamma": GAMMA},
-    "one radius (eq. 9)": {"eta": ETA},
-    "a radius per block (eq. 10)": {"eta": ETA},
-}
+SG, NEWTON, RADIUS, RADII = "SG", "Newton, γ (eq. 8)", "one radius (eq. 9)", "a radius per block (eq. 10)"
+METHODS = {SG: {"stepsize": 0.3}, NEWTON: {"gamma": GAMMA}, RADIUS: {"eta": ETA}, RADII: {"eta": ETA}}
 SETTING = (
     f"Exact gradients and Hessians in float64, {STEPS} steps from (3, 3). γ = {GAMMA} is the paper's; η = {ETA} "
     "makes the first steps of eqs. 9 and 10 about as long."
@@ -50,14 +46,14 @@ def natural(w: Tensor) -> Tensor:
 
 def step(method: str, w: Tensor) -> Tensor:
     """The step of one method at w."""
-    grad, newton, settings = gradient(w), natural(w), METHODS[method]
-    if method == "SG":
-        return -settings["stepsize"] * grad
-    if "gamma" in settings:
-        return stepsize.natural_step(newton, settings["gamma"])
-    if "block" in method:
-        return stepsize.trust_step(grad[:, None], newton[:, None], settings["eta"], dim=1)[:, 0]
-    return stepsize.trust_step(grad, newton, settings["eta"])
+    grad, newton = gradient(w), natural(w)
+    if method == SG:
+        return -METHODS[SG]["stepsize"] * grad
+    if method == NEWTON:
+        return stepsize.natural_step(newton, GAMMA)
+    if method == RADII:
+        return stepsize.trust_step(grad[:, None], newton[:, None], ETA, dim=1)[:, 0]
+    return stepsize.trust_step(grad, newton, ETA)
 
 
 def trajectory(method: str, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -70,21 +66,31 @@ def trajectory(method: str, steps: int = STEPS) -> list[dict[str, Any]]:
     return rows
 
 
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """A record per method."""
-    progress("trajectories", 0, len(METHODS))
-    return [
-        stored(
-            out, {"experiment": "fig1", "name": name, "start": START, **settings}, 0, partial(trajectory, name), "cpu"
-        )
-        for name, settings in METHODS.items()
-    ]
+    session.progress("trajectories", 0, len(METHODS))
+    same = {"experiment": "fig1", "start": START, "seed": 0}
+    return [session.stored({**same, "name": name, **how}, partial(trajectory, name)) for name, how in METHODS.items()]
 
 
-def arrival(record: Record) -> int | None:
-    """The first step at which the method is near the optimum; None if it never is."""
+def by_method(records: list[Record]) -> dict[str, Record]:
+    """The records by method."""
+    found = {r["config"]["name"]: r for r in records}
+    if not found.keys() >= METHODS.keys():
+        raise NotRun
+    return found
+
+
+def arrival(record: Record) -> float:
+    """The first step at which the method is near the optimum; infinite if it never is."""
     near = (row["step"] for row in record["metrics"] if math.hypot(row["w1"], row["w2"]) <= NEAR)
-    return next(near, None)
+    return next(near, math.inf)
+
+
+def steps(record: Record, over: str) -> str:
+    """The number of steps until then, in words."""
+    count = arrival(record)
+    return str(count) if count < math.inf else f"{over}{STEPS}"
 
 
 def angle(record: Record) -> float:
@@ -94,13 +100,16 @@ def angle(record: Record) -> float:
     return abs(math.degrees(moved - math.atan2(-first["w2"], -first["w1"])))
 
 
+@claim(
+    "§3.1, fig. 1",
+    "From (3, 3) the negative gradient points slightly away from the optimum, Newton's direction substantially",
+    "more; it needs γ ≈ 0.03, leads to (2.9, 0), and is then far too small.",
+)
 def direction(records: list[Record]) -> Verdict:
     """The first directions of SG and of Newton's method, and the point the latter reaches."""
-    found = {r["config"]["name"]: r for r in records}
-    if not METHODS.keys() <= found.keys():
-        return NOT_RUN
-    sg, newton = angle(found["SG"]), angle(found["Newton, γ (eq. 8)"])
-    landed = found["Newton, γ (eq. 8)"]["metrics"][1]
+    found = by_method(records)
+    sg, newton = angle(found[SG]), angle(found[NEWTON])
+    landed = found[NEWTON]["metrics"][1]
     held = 0 < sg < newton and abs(landed["w1"] - 2.9) < 0.05 and abs(landed["w2"]) < 0.05
     return Verdict(
         held,
@@ -110,37 +119,28 @@ def direction(records: list[Record]) -> Verdict:
     )
 
 
+@claim(
+    "§3.1–3.3",
+    "A stepsize that follows the curvature (eq. 9), for each block apart (eq. 10), does not wait for the worst",
+    "curvature met.",
+)
 def lessons(records: list[Record]) -> Verdict:
     """Steps until each method is near the optimum."""
-    found = {r["config"]["name"]: arrival(r) for r in records}
-    if not METHODS.keys() <= found.keys():
-        return NOT_RUN
-    counts = {name: math.inf if number is None else number for name, number in found.items()}
-    held = max(counts["one radius (eq. 9)"], counts["a radius per block (eq. 10)"]) < counts["Newton, γ (eq. 8)"] / 2
-    steps = ", ".join(f"{name} {number if number is not None else f'over {STEPS}'}" for name, number in found.items())
-    return Verdict(held, f"Steps to within {NEAR} of the optimum: {steps}.")
+    found = by_method(records)
+    counts = {name: arrival(record) for name, record in found.items()}
+    held = max(counts[RADIUS], counts[RADII]) < counts[NEWTON] / 2
+    shown = ", ".join(f"{name} {steps(record, 'over ')}" for name, record in found.items())
+    return Verdict(held, f"Steps to within {NEAR} of the optimum: {shown}.")
+
+
+CLAIMS = (direction, lessons)
 
 
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs."""
-    rows = [[r["config"]["name"], str(arrival(r) or f"> {STEPS}"), f"{r['metrics'][-1]['value']:.4f}"] for r in records]
-    return [["method", f"steps to within {NEAR}", f"F after {STEPS} steps (least: {math.log(2):.4f})"], *rows]
-
-
-CLAIMS = (
-    Claim(
-        "§3.1, fig. 1",
-        "From (3, 3) the negative gradient points slightly away from the optimum, Newton's direction substantially "
-        "more; it needs γ ≈ 0.03, leads to (2.9, 0), and is then far too small.",
-        direction,
-    ),
-    Claim(
-        "§3.1–3.3",
-        "A stepsize that follows the curvature (eq. 9), for each block apart (eq. 10), does not wait for the worst "
-        "curvature met.",
-        lessons,
-    ),
-)
+    head = ["method", f"steps to within {NEAR}", f"F after {STEPS} steps (least: {math.log(2):.4f})"]
+    last = [f"{r['metrics'][-1]['value']:.4f}" for r in records]
+    return [head, *([r["config"]["name"], steps(r, "> "), end] for r, end in zip(records, last, strict=True))]
 
 
 def plot(records: list[Record]) -> Figure:

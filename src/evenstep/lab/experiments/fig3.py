@@ -6,10 +6,10 @@ has the device to itself, so that its seconds mean something.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
-from pathlib import Path
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -23,14 +23,17 @@ from ..parallel_trials import WARM_UP, side_stream
 from ..records import Record
 from ..train import Training
 from ..trial import Trial
-from .common import Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
+from .common import Figure, NotRun, Verdict, claim, failures_expected
 from .fig2 import UNGUARDED
+from .scale import network
+from .session import Session
 from .tuning import guessing
 
 EPOCHS, BATCH = 4, 128
-BATCH_NORM = ("batch norm throughout", (0.1, 0.2, 0.4))
+BATCH_NORM, RATES = "batch norm throughout", (0.1, 0.2, 0.4)
+WHITENING = "then whitening (the paper's)"
 AFTERWARDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
-    "then whitening (the paper's)": ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
+    WHITENING: ("whitening", UNGUARDED, (0.4, 0.8, 1.6)),
     "then whitening, guarded": ("whitening", {}, (1.6, 3.2)),
     "then UnitStep": ("unitstep", {}, (0.025, 0.05)),
 }
@@ -81,39 +84,30 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """Records of batch norm at each stepsize, then of each way to go on at each of its stepsizes."""
-    arrays = images(options, device, many=True)
-    only(out, [arrays])
-    base, swept = settings(arrays, options), replace(arrays, test_x=arrays.train_x, test_y=arrays.train_y)
-    ways = {k: (m, o, rates[:1] if options.quick else rates) for k, (m, o, rates) in AFTERWARDS.items()}
-    rates = BATCH_NORM[1][1:2] if options.quick else BATCH_NORM[1]
-    total = len(rates) + sum(len(r) for *_, r in ways.values())
+    arrays, quick = session.images(many=True), session.options.quick
+    swept = replace(arrays, test_x=arrays.train_x, test_y=arrays.train_y)
+    base = network(arrays, quick) | {"seed": session.options.seed}
+    base |= {"epochs": 2, "batch_size": 64} if quick else {"epochs": EPOCHS, "batch_size": BATCH}
+    ways = {name: (*way[:2], way[2][:1] if quick else way[2]) for name, way in AFTERWARDS.items()}
+    rates = RATES[1:2] if quick else RATES
+    total = len(rates) + sum(len(way[2]) for way in ways.values())
     found: list[Record] = []
 
     def one(name: str, first: Trial, then: Trial | None) -> None:
-        progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
-        config: dict[str, Any] = {"experiment": "fig3", "name": name, "first": asdict(first)}
-        config["then"] = None if then is None else asdict(then)
-        with failures_expected(), side_stream(device):
-            make = partial(train, first, then, arrays, swept)
-            found.append(stored(out, config, options.seed, make, device, arrays))
+        session.progress(f"{name}, stepsize {(then or first).lr:g}", len(found), total)
+        config = {"experiment": "fig3", "name": name, "first": asdict(first), "then": then and asdict(then)}
+        with failures_expected(), side_stream(session.device):
+            found.append(session.stored(config, partial(train, first, then, arrays, swept), arrays))
 
     for lr in rates:
-        one(BATCH_NORM[0], Trial("batch-norm", lr, **base), None)
-    first = Trial(**best(found, BATCH_NORM[0])["config"]["first"])
+        one(BATCH_NORM, Trial("batch-norm", lr, **base), None)
+    first = Trial(**best(found, BATCH_NORM)["config"]["first"])
     for name, (method, keywords, grid) in ways.items():
         for lr in grid:
             one(name, first, Trial(method, lr, options=keywords, **base))
     return found
-
-
-def settings(arrays: Arrays, options: Options) -> dict[str, Any]:
-    """The settings that all runs share."""
-    size = {"width": 4} if options.quick else {}
-    network = {"model": "alexnet", "model_options": {**size, "classes": len(arrays.classes)}, "augment": True}
-    batch, epochs = (64, 2) if options.quick else (BATCH, EPOCHS)
-    return {**network, "seed": options.seed, "epochs": epochs, "batch_size": batch}
 
 
 def last_loss(record: Record) -> float:
@@ -127,57 +121,53 @@ def best(records: list[Record], name: str) -> Record:
     return min((r for r in records if r["config"]["name"] == name), key=last_loss)
 
 
+def best_runs(records: list[Record]) -> dict[str, Record]:
+    """The best run of each name that has one."""
+    return {name: best(records, name) for name in dict.fromkeys(r["config"]["name"] for r in records)}
+
+
 def pace(record: Record) -> float:
     """Seconds per epoch from the second on."""
     rows = record["metrics"][1:]
     return sum(row["seconds"] for row in rows) / len(rows)
 
 
+def outcomes(records: list[Record], number: Callable[[Record], float]) -> dict[str, float]:
+    """A number of the best run of each name."""
+    found = {name: number(run) for name, run in best_runs(records).items()}
+    if not found.keys() >= {BATCH_NORM, *AFTERWARDS}:
+        raise NotRun
+    return found
+
+
+@claim("App. E, fig. 3", "Batch norm for one epoch, then whitening: like batch norm throughout per epoch.")
 def per_epoch(records: list[Record]) -> Verdict:
     """The loss in the end, whitening without guards against batch norm."""
-    names = {r["config"]["name"] for r in records}
-    if not {BATCH_NORM[0], *AFTERWARDS} <= names:
-        return Verdict(None, "Not all runs are there.")
-    theirs, ours = last_loss(best(records, BATCH_NORM[0])), last_loss(best(records, next(iter(AFTERWARDS))))
-    text = ", ".join(f"{name} {last_loss(best(records, name)):.3f}" for name in (BATCH_NORM[0], *AFTERWARDS))
-    held = None if ours == theirs == math.inf else ours <= CLOSE * theirs
+    ends = outcomes(records, last_loss)
+    text = ", ".join(f"{name} {loss:.3f}" for name, loss in ends.items())
+    held = None if ends[BATCH_NORM] == ends[WHITENING] == math.inf else ends[WHITENING] <= CLOSE * ends[BATCH_NORM]
     return Verdict(held, f"Loss of the whole training set after the last epoch: {text}.")
 
 
+@claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.")
 def per_second(records: list[Record]) -> Verdict:
     """Seconds per epoch."""
-    names = {r["config"]["name"] for r in records}
-    if not {BATCH_NORM[0], *AFTERWARDS} <= names:
-        return Verdict(None, "Not all runs are there.")
-    paces = {name: pace(best(records, name)) for name in (BATCH_NORM[0], *AFTERWARDS)}
+    paces = outcomes(records, pace)
     text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in paces.items())
-    return Verdict(
-        paces[next(iter(AFTERWARDS))] < paces[BATCH_NORM[0]], f"Seconds per epoch from the second on: {text}."
-    )
+    return Verdict(paces[WHITENING] < paces[BATCH_NORM], f"Seconds per epoch from the second on: {text}.")
+
+
+CLAIMS = (per_epoch, per_second)
 
 
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs."""
     rows = [["", "stepsize", "training loss (full sweep)", "test accuracy", "dead units", "seconds per epoch"]]
-    for name in dict.fromkeys(r["config"]["name"] for r in records):
-        run = best(records, name)
-        last, then = run["metrics"][-1], run["config"]["then"]
-        numbers = [
-            f"{last_loss(run):.3f}",
-            f"{last['test_accuracy']:.3f}",
-            f"{last['dead_share']:.1%}",
-            f"{pace(run):.2f}",
-        ]
-        rows.append([name, f"{(then or run['config']['first'])['lr']:g}", *numbers])
+    for name, run in best_runs(records).items():
+        last, lr = run["metrics"][-1], (run["config"]["then"] or run["config"]["first"])["lr"]
+        shares = f"{last['test_accuracy']:.3f}", f"{last['dead_share']:.1%}"
+        rows.append([name, f"{lr:g}", f"{last_loss(run):.3f}", *shares, f"{pace(run):.2f}"])
     return rows
-
-
-CLAIMS = (
-    Claim(
-        "App. E, fig. 3", "Batch norm for one epoch, then whitening: like batch norm throughout per epoch.", per_epoch
-    ),
-    Claim("App. E, fig. 3", "Per second the whitening that follows is faster than batch norm.", per_second),
-)
 
 
 def plot(records: list[Record]) -> Figure:
@@ -185,18 +175,11 @@ def plot(records: list[Record]) -> Figure:
     from .. import drawing
 
     figure, (epochs, seconds) = drawing.panels(2)
-    for k, name in enumerate(dict.fromkeys(r["config"]["name"] for r in records)):
-        rows = best(records, name)["metrics"]
+    for k, (name, run) in enumerate(best_runs(records).items()):
+        rows, style = run["metrics"], drawing.style(k, name)
         losses = [row["swept_loss"] for row in rows]
-        passed = [sum(row["seconds"] for row in rows[: i + 1]) for i in range(len(rows))]
-        style: dict[str, Any] = {
-            "marker": drawing.MARKS[k],
-            "markersize": 4,
-            "color": drawing.COLOURS[k],
-            "label": name,
-        }
         epochs.plot([row["epoch"] for row in rows], losses, **style)
-        seconds.plot(passed, losses, **style)
+        seconds.plot(list(accumulate(row["seconds"] for row in rows)), losses, **style)
     drawing.epoch_axis(epochs)
     epochs.set_ylabel("loss of the whole training set")
     seconds.set(xlabel="seconds of training")

@@ -1,9 +1,9 @@
 """Panels of contenders for figures: training at the best stepsize, and the final loss at every stepsize."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..drawing import COLOURS, MARKS, epoch_axis, plain_log
+from ..drawing import COLOURS, MARKS, epoch_axis, plain_log, style
 from ..records import Record
 from ..summary import final_loss
 from .tuning import Contender, at_best, guessing
@@ -12,26 +12,31 @@ Axes = Any  # matplotlib's
 
 
 def curves(
-    axes: Axes, records: Sequence[Record], contenders: Sequence[Contender], column: str = "train_loss", shift: int = 0
+    axes: Axes, runs: Mapping[str, Sequence[Record]], column: str, shift: int = 0, faint: float | None = None
 ) -> None:
-    """`column` against epochs at each contender's best stepsize: the first seed thick, the others thin."""
-    for k, contender in enumerate(contenders, start=shift):
-        for number, record in enumerate(at_best(records, contender)):
+    """`column` against epochs: the first run of each label thick, the others thin."""
+    for k, (label, mine) in enumerate(runs.items(), start=shift):
+        for number, record in enumerate(mine):
             rows = [row for row in record["metrics"] if row.get(column) is not None]
-            label = f"{contender.label}, {record['config']['lr']:g}" if number == 0 else None
-            style: dict[str, Any] = {"linewidth": 2.0} if number == 0 else {"linewidth": 0.7, "alpha": 0.6}
             axes.plot(
                 [row["epoch"] for row in rows],
                 [row[column] for row in rows],
                 color=COLOURS[k % len(COLOURS)],
                 marker=MARKS[k % len(MARKS)] if len(rows) == 1 else None,
-                label=label,
-                **style,
+                linewidth=0.7 if number else 2.0,
+                alpha=faint if number else None,
+                label=None if number else label,
             )
-    best = [r for c in contenders for r in at_best(records, c)]
-    if column == "train_loss" and best:
-        axes.set_ylim(top=min(axes.get_ylim()[1], 1.2 * guessing(best[0])))
     epoch_axis(axes)
+
+
+def training(axes: Axes, records: Sequence[Record], contenders: Sequence[Contender], shift: int = 0) -> None:
+    """The training loss at each contender's best stepsize, cut off at 1.2 times guessing."""
+    best = {contender.label: at_best(records, contender) for contender in contenders}
+    labelled = {f"{k}, {mine[0]['config']['lr']:g}" if mine else k: mine for k, mine in best.items()}
+    curves(axes, labelled, "train_loss", shift, faint=0.6)
+    if found := [r for mine in best.values() for r in mine]:
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.2 * guessing(found[0])))
 
 
 def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Contender], shift: int = 0) -> None:
@@ -42,8 +47,7 @@ def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Cont
         first = min((r["seed"] for r in mine), default=0)
         points = sorted((r["config"]["lr"], min(final_loss(r), 1.2 * guessing(r))) for r in mine if r["seed"] == first)
         top = max([top, *(1.2 * guessing(r) for r in mine)])
-        style: dict[str, Any] = {"color": COLOURS[k % len(COLOURS)], "marker": MARKS[k % len(MARKS)], "markersize": 4}
-        axes.plot(*zip(*points, strict=True), label=contender.label, linewidth=1.2, **style) if points else None
+        axes.plot(*zip(*points, strict=True), linewidth=1.2, **style(k, contender.label)) if points else None
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(top=1.05 * top)

@@ -1,15 +1,13 @@
 """More examples (§4.3): whitening does well on a tenth of the images and, says the paper, badly on all of them."""
 
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..data import Arrays
 from ..records import Record
-from .common import Claim, Figure, Options, Progress, Verdict, below, images, only, silent
+from .common import Figure, Verdict, below, claim
 from .fig2 import UNGUARDED
-from .tuning import Contender, Entrant, Plan, at_best, doubled, losses, outcome, rates_table, tuned
+from .session import Session, images
+from .tuning import Contender, at_best, best_losses, doubled, outcome, rates_table, tuned
 
 SG = Contender("SG", "sg", doubled(0.05, 4))
 BATCH_NORM = Contender("SG + batch norm", "batch-norm", doubled(0.05, 4))
@@ -30,26 +28,24 @@ SETTING = (
 )
 
 
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """Records of all contenders on both sets."""
-    whole = images(options, device, many=True)
+    whole = images(session.options, session.device, many=True)
     small = whole.subset(len(whole.train_y) // SHARE)
-    only(out, [whole, small])
-    plan = Plan(seeds=1, growth=0, thin=1) if options.quick else Plan(seeds=2)
+    session.only(whole, small)
     found: list[Record] = []
     for arrays, epochs in ((small, SHARE * EPOCHS), (whole, EPOCHS)):
-        settings = settings_for(arrays, epochs, options.quick)
-        entrants = [Entrant(contender, settings) for contender in CONTENDERS]
-        found += tuned(entrants, plan, arrays, out, device=device, progress=progress, seed=options.seed)
+        settings = network(arrays, session.options.quick) | {"epochs": epochs, "batch_size": 128}
+        if session.options.quick:
+            settings |= {"epochs": epochs // EPOCHS, "batch_size": 32}
+        found += tuned(session, [(contender, settings) for contender in CONTENDERS], arrays, seeds=2)
     return found
 
 
-def settings_for(arrays: Arrays, epochs: int, quick: bool) -> dict[str, Any]:
-    """The settings that all runs on one set share."""
+def network(arrays: Arrays, quick: bool) -> dict[str, Any]:
+    """The settings of the AlexNet-like network and its images."""
     size = {"width": 4} if quick else {}
-    options = {**size, "classes": len(arrays.classes)}
-    batch, epochs = (32, max(1, epochs // EPOCHS)) if quick else (128, epochs)
-    return {"model": "alexnet", "model_options": options, "epochs": epochs, "batch_size": batch, "augment": True}
+    return {"model": "alexnet", "model_options": {**size, "classes": len(arrays.classes)}, "augment": True}
 
 
 def halves(records: list[Record]) -> tuple[list[Record], list[Record]]:
@@ -65,49 +61,46 @@ def summary(records: list[Record]) -> str:
     return ", ".join(f"{label} {outcome(best)}" for label, best in shown if best)
 
 
+def on_set(records: list[Record], held: bool | None) -> Verdict:
+    """The verdict on runs on one set, with their losses."""
+    name = records[0]["config"]["data"] if records else "nothing"
+    return Verdict(held, f"Training loss on {name}: {summary(records)}.")
+
+
+@claim("§4.3", "With 100,000 examples whitening reliably trains as on CIFAR-10: below batch norm and SG.")
 def few(records: list[Record]) -> Verdict:
     """On the small set, whitening against batch norm and SG."""
     small, _ = halves(records)
-    ours = losses(at_best(small, WHITENING))
-    wins = [below(ours, losses(at_best(small, rival))) for rival in (SG, BATCH_NORM)]
-    held = False if False in wins else None if None in wins else True
-    return Verdict(held, f"Training loss on {_name(small)}: {summary(small)}.")
+    ours = best_losses(small, WHITENING)
+    wins = [below(ours, best_losses(small, rival)) for rival in (SG, BATCH_NORM)]
+    return on_set(small, False if False in wins else None if None in wins else True)
 
 
+@claim("§4.3", "With all examples it does very badly, not even reaching plain SG's best training loss.")
 def many(records: list[Record]) -> Verdict:
     """On the whole set, whitening against SG."""
     _, whole = halves(records)
-    held = below(losses(at_best(whole, SG)), losses(at_best(whole, WHITENING)))
-    return Verdict(held, f"Training loss on {_name(whole)}: {summary(whole)}.")
+    return on_set(whole, below(best_losses(whole, SG), best_losses(whole, WHITENING)))
 
 
-def _name(records: list[Record]) -> str:
-    return records[0]["config"]["data"] if records else "nothing"
+CLAIMS = (few, many)
 
 
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs, both sets."""
-    small, whole = (rates_table(half, CONTENDERS) for half in halves(records))
-    named = [["images", *small[0]]]
-    for name, rows in (("a tenth", small[1:]), ("all", whole[1:])):
-        named += [[name, *row] for row in rows]
-    return named
-
-
-CLAIMS = (
-    Claim("§4.3", "With 100,000 examples whitening reliably trains as on CIFAR-10: below batch norm and SG.", few),
-    Claim("§4.3", "With all examples it does very badly, not even reaching plain SG's best training loss.", many),
-)
+    tables = [rates_table(half, CONTENDERS) for half in halves(records)]
+    named = zip(("a tenth", "all"), tables, strict=True)
+    return [["images", *tables[0][0]], *([name, *row] for name, rows in named for row in rows[1:])]
 
 
 def plot(records: list[Record]) -> Figure:
     """Training loss on both sets, and what each stepsize gives."""
     from .. import drawing
-    from .panels import curves, sensitivity
+    from .panels import sensitivity, training
 
     figure, axes = drawing.panels(4, width=4.2)
     for k, (half, name) in enumerate(zip(halves(records), ("a tenth of the images", "all images"), strict=True)):
-        curves(axes[k], half, CONTENDERS)
+        training(axes[k], half, CONTENDERS)
         sensitivity(axes[2 + k], half, CONTENDERS)
         axes[k].set_title(name, loc="left", fontsize=10)
         axes[2 + k].set_title(f"{name}: final loss by stepsize", loc="left", fontsize=10)

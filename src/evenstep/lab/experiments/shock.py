@@ -4,147 +4,69 @@ Weights and bias into those units are multiplied by κ, the weights out of them 
 then off by κ² at once, which is what the paper found behind its failures; `MomentDistances` measures it.
 """
 
-import copy
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import evenstep
 
 from ...math.moments import batch_moments, usable
-from ...statistics.batch import LayerStatistics
-from ...step.block import Block
-from ...torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .. import trial
 from ..data import Arrays
-from ..models import paper_cnn
 from ..records import Record
-from .common import NOT_RUN, Claim, Figure, Options, Progress, Verdict, failures_expected, images, only, silent, stored
+from ..trial import Trial
+from .common import Figure, NotRun, Verdict, claim, failures_expected
+from .fig2 import UNGUARDED
+from .session import Session
 
-OFF: dict[str, Any] = {"fresh_max": None, "trust": None}
-OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3),
-    "UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05),
-    "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
-    "unguarded WhitenedSGD": lambda model: evenstep.WhitenedSGD(model, lr=0.3, **OFF),
-    "unguarded UnitStep": lambda model: evenstep.UnitStep(model, lr=0.05, **OFF),
-    "unguarded Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3, **OFF),
+GUARDED: dict[str, dict[str, Any]] = {
+    "WhitenedSGD": {"method": "whitening", "lr": 0.3, "options": {}},
+    "UnitStep": {"method": "unitstep", "lr": 0.05, "options": {}},
+    "Whitened(AdamW)": {"method": "whitened-adam", "lr": 1e-3, "options": {"betas": (0.9, 0.999)}},
+}
+OPTIMIZERS = GUARDED | {
+    f"unguarded {name}": {**how, "options": {**how["options"], **UNGUARDED}} for name, how in GUARDED.items()
 }
 PAPERS = "unguarded WhitenedSGD"
 KAPPAS = (0.01, 0.03, 10.0, 30.0, 100.0)
-BATCH, SHARE = 64, 10  # one unit in ten is rescaled
-WATCHED = ("grown", "growth", "mean_distance", "dead_inputs", "guarded_inputs", "guarded_units", "largest_step")
-NOTHING = dict.fromkeys(WATCHED, 0.0)
+BATCH = 64
 SETTING = (
     "The paper's CNN, batch 64, 200 steps; then 12 of the 120 units of its first dense layer are rescaled by κ, and "
     "100 steps follow, on the same batches as without a shock (κ = 1). Two seeds. The ratio is the mean training loss "
     "after the shock over that without. The paper's whitening is `WhitenedSGD` without guards, at the stepsize 0.3."
 )
 
-State = tuple[dict[str, Any], dict[str, Any]]
 
+class Inputs:
+    """The units of each layer's input in the newest step: how many have grown, and the share that is dead.
 
-@dataclass(frozen=True, eq=False)
-class Scene:
-    """A network, its data, and the numbers of steps before and after the shock.
-
-    The first two nn.Linear of the network are the shocked layer and the one behind it.
+    Grown: the variance of the batch is over ten times the running one. Dead: zero on the whole batch.
     """
 
-    network: Callable[[], nn.Module]
-    x: Tensor
-    y: Tensor
-    before: int
-    after: int
-
-    def build(self, seed: int) -> nn.Module:
-        """The network with its first weights."""
-        torch.manual_seed(seed)
-        return self.network().to(self.x.device)
-
-    def start(self, name: str, seed: int, state: State | None = None) -> tuple[nn.Module, Any]:
-        """A network and its optimizer at the start of training, or in a saved state."""
-        model = self.build(seed)
-        optimizer = OPTIMIZERS[name](model)
-        if state is not None:
-            for part, saved in zip((model, optimizer), copy.deepcopy(state), strict=True):
-                part.load_state_dict(saved)
-        return model, optimizer
-
-    def batches(self, seed: int) -> Tensor:
-        """Row numbers of every step's batch: [step, batch]."""
-        generator, count = torch.Generator().manual_seed(1000 + seed), len(self.y)
-        whole, steps = count - count % BATCH, self.before + self.after
-        epochs = range(math.ceil(steps * BATCH / whole))
-        orders = [torch.randperm(count, generator=generator)[:whole].view(-1, BATCH) for _ in epochs]
-        return torch.cat(orders)[:steps].to(self.x.device)
-
-    def losses(self, model: nn.Module, optimizer: Any, batches: Tensor) -> Iterator[float]:
-        """Train on the batches, and yield each loss after its step."""
-        for rows in batches:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(self.x[rows]), self.y[rows])
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-
-def mlp_scene(arrays: Arrays, before: int = 150, after: int = 100) -> Scene:
-    """An MLP 256-120-84-10 on 16x16 images of one channel: seconds on a CPU."""
-    x = functional.avg_pool2d(arrays.normalize(arrays.train_x), 2).flatten(1)
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
-
-    return Scene(network, x, arrays.train_y, before, after)
-
-
-def cnn_scene(arrays: Arrays, before: int = 200, after: int = 100) -> Scene:
-    """The paper's CNN."""
-    part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
-    network = partial(paper_cnn, arrays.channels, classes=len(arrays.classes))
-    return Scene(network, part.normalize(part.train_x), part.train_y, before, after)
-
-
-class MomentDistances:
-    """How far each layer's batch is from its running moments in the newest step, and what the guards did."""
-
-    def __init__(self, optimizer: CoordinateOptimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         """Watch every step of `optimizer`."""
-        self.layers: dict[str, dict[str, float]] = {}  # path -> WATCHED
+        self.grown: dict[str, float] = {}  # by the layer's path
+        self.dead: dict[str, float] = {}
         optimizer._monitors.append(self)
 
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Any, stage: Any, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is None or block.entry is None or "mx" not in state:
             return
-        raised, held, largest = stage.last.tolist()
-        values = [*distances(stage, state), raised / stage.inputs, held / block.units, largest]
-        self.layers[block.entry.path] = dict(zip(WATCHED, values, strict=True))
+        sums, path = stage.sums(), block.entry.path
+        mean, var = batch_moments(sums, stage.centre)
+        known = usable(sums) & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
+        self.grown[path] = (known & (var > 10 * state["vx"])).sum().item()
+        self.dead[path] = (usable(sums) & (mean == 0) & (var == 0)).double().mean().item()
 
     def end_step(self) -> None:
-        """Called by the optimizer at the end of a step; `layers` is complete."""
-
-
-def distances(stage: LayerStatistics, state: dict[str, Any]) -> list[float]:
-    """The columns of WATCHED that compare the batch with the running moments of one layer."""
-    sums, tiny = stage.sums(), torch.finfo(stage.centre.dtype).tiny
-    mean, var = batch_moments(sums, stage.centre)
-    alive = usable(sums) & (state["mass"] > 0) & (state["vx"] > tiny)
-    vx = state["vx"].clamp(min=tiny)
-    growth = torch.where(alive, var / vx, 1.0)
-    distance = torch.where(alive, (mean - state["mx"]).abs() * vx.rsqrt(), 0.0)
-    dead = usable(sums) & (mean == 0) & (var == 0)
-    return [(growth > 10).sum().item(), growth.max().item(), distance.max().item(), dead.double().mean().item()]
+        """Called by the optimizer at the end of a step."""
 
 
 @torch.no_grad()
@@ -152,33 +74,37 @@ def shock(model: nn.Module, kappa: float, seed: int) -> None:
     """Rescale a tenth of the units of the first nn.Linear without changing the function."""
     first, second = [m for m in model.modules() if isinstance(m, nn.Linear)][:2]
     count = first.out_features
-    units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // SHARE]
+    units = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // 10]
     units = units.to(first.weight.device)
     first.weight[units] *= kappa
     first.bias[units] *= kappa
     second.weight[:, units] /= kappa
 
 
-def prepared(scene: Scene, name: str, seed: int) -> State:
-    """The state of a network and its optimizer after training up to the shock."""
-    model, optimizer = scene.start(name, seed)
-    for _ in scene.losses(model, optimizer, scene.batches(seed)[: scene.before]):
+def aftermath(
+    arrays: Arrays, name: str, seed: int, kappa: float, before: int, after: int, model: nn.Module | None = None
+) -> list[dict[str, Any]]:
+    """A row per step after a shock of κ (1 is none): the loss, and the inputs and events of the layer behind it.
+
+    The first two nn.Linear of the network, by default the paper's CNN, are the shocked layer and the one behind it.
+    Training ends early where the loss is no longer finite.
+    """
+    epochs = math.ceil((before + after) * BATCH / len(arrays.train_y))
+    options = {} if model is not None else {"classes": len(arrays.classes)}
+    how = Trial(**OPTIMIZERS[name], seed=seed, epochs=epochs, batch_size=BATCH, model_options=options)
+    training = trial.start(how, arrays, arrays.train_x.device, model=model)
+    steps, rows = training.run(), list[dict[str, Any]]()
+    for _ in islice(steps, before):
         pass
-    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
-def aftermath(scene: Scene, name: str, seed: int, kappa: float, state: State) -> list[dict[str, Any]]:
-    """A row per step after a shock of κ (1 is none): the loss, and the moments and events of the layer behind it."""
-    model, optimizer = scene.start(name, seed, state)
-    _, layer = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][:2]
-    monitor, seen, rows = evenstep.CurvatureMonitor(optimizer), MomentDistances(optimizer), list[dict[str, Any]]()
+    _, layer = [n for n, m in training.model.named_modules() if isinstance(m, nn.Linear)][:2]
+    optimizer: Any = training.optimizer
+    monitor, inputs = evenstep.CurvatureMonitor(optimizer), Inputs(optimizer)
     if kappa != 1:
-        shock(model, kappa, seed)
-    for loss in scene.losses(model, optimizer, scene.batches(seed)[scene.before :]):
+        shock(training.model, kappa, seed)
+    for _ in islice(steps, after):
         events = [str(event) for event in monitor.events() if event.layer == layer]
-        row = {"step": len(rows) + 1, "loss": loss, **seen.layers.get(layer, NOTHING), "events": events}
-        dead = max((values["dead_inputs"] for values in seen.layers.values()), default=0.0)
-        rows.append({**row, "dead_somewhere": dead})
+        row = {"step": len(rows) + 1, "loss": training.loss.item(), "grown": inputs.grown[layer], "events": events}
+        rows.append({**row, "dead_somewhere": max(inputs.dead.values(), default=0.0)})
     return rows
 
 
@@ -187,8 +113,9 @@ def mean_loss(rows: list[dict[str, Any]]) -> float:
     return statistics.fmean(row["loss"] for row in rows)
 
 
-def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
+def condensed(*shock: Any, trace: bool) -> list[dict[str, Any]]:
     """The metrics of a record: a summary, then, if wanted, the first steps and every tenth after them."""
+    rows = aftermath(*shock)
     summary = {
         "mean_loss": mean_loss(rows),
         "dead_units": min(row["dead_somewhere"] for row in rows[-10:]),
@@ -197,47 +124,32 @@ def condensed(rows: list[dict[str, Any]], trace: bool) -> list[dict[str, Any]]:
         "events": [event for row in rows for event in row["events"]][:5],
     }
     kept = [row for row in rows if row["step"] <= 30 or row["step"] % 10 == 0] if trace else []
-    return [summary, *({k: v for k, v in row.items() if k != "events"} for row in kept)]
+    return [summary, *({k: row[k] for k in ("step", "loss", "grown")} for row in kept)]
 
 
-def run(options: Options, out: Path, device: torch.device | str = "cpu", progress: Progress = silent) -> list[Record]:
+def run(session: Session) -> list[Record]:
     """A record for each optimizer, seed and κ."""
-    arrays = images(options, device)
-    only(out, [arrays])
-    scene = mlp_scene(arrays, 20, 10) if options.quick else cnn_scene(arrays)
-    names = (PAPERS, "WhitenedSGD") if options.quick else tuple(OPTIMIZERS)
-    kappas = (1.0, 100.0) if options.quick else (1.0, *KAPPAS)
-    seeds = [options.seed] if options.quick else [options.seed, options.seed + 1]
-    length = {"network": "mlp" if options.quick else "paper_cnn", "before": scene.before, "after": scene.after}
+    arrays, quick, seed = session.images(), session.options.quick, session.options.seed
+    names = (PAPERS, "WhitenedSGD") if quick else tuple(OPTIMIZERS)
+    kappas = (1.0, 100.0) if quick else (1.0, *KAPPAS)
+    seeds = [seed] if quick else [seed, seed + 1]
+    before, after = (20, 10) if quick else (200, 100)
+    part = arrays.subset(min(BATCH * (before + after), len(arrays.train_y)))
     found: list[Record] = []
-    for name, seed in itertools.product(names, seeds):
-        progress(f"{name}, seed {seed}", len(found), len(names) * len(seeds) * len(kappas))
-        state = functools.cache(partial(prepared, scene, name, seed))
-        for kappa in kappas:
-            trace = seed == options.seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
-
-            make = partial(_metrics, scene, name, seed, kappa, state, trace)
-            config = {"experiment": "shock", "name": name, "kappa": kappa, **length}
-            with failures_expected():
-                found.append(stored(out, config, seed, make, device, arrays))
+    for name, number, kappa in itertools.product(names, seeds, kappas):
+        session.progress(f"{name}, seed {number}, κ = {kappa:g}", len(found), len(names) * len(seeds) * len(kappas))
+        config = {"experiment": "shock", "name": name, "kappa": kappa, "seed": number, "network": "paper_cnn"}
+        trace = number == seed and kappa in (1.0, KAPPAS[0], KAPPAS[-1])
+        make = partial(condensed, part, name, number, kappa, before, after, trace=trace)
+        with failures_expected():
+            found.append(session.stored({**config, "before": before, "after": after}, make, arrays))
     return found
-
-
-def _metrics(
-    scene: Scene, name: str, seed: int, kappa: float, state: Callable[[], State], trace: bool
-) -> list[dict[str, Any]]:
-    return condensed(aftermath(scene, name, seed, kappa, state()), trace)
-
-
-def summaries(records: list[Record], name: str, kappa: float) -> list[dict[str, Any]]:
-    """The summary of each seed, by seed."""
-    mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
-    return [r["metrics"][0] for r in sorted(mine, key=lambda r: r["seed"])]
 
 
 def mean(records: list[Record], name: str, kappa: float, column: str) -> float:
     """A column of the summaries, averaged over seeds; infinite where one is not finite."""
-    values = [s[column] for s in summaries(records, name, kappa)]
+    mine = [r for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
+    values = [r["metrics"][0][column] for r in mine]
     return statistics.fmean(math.inf if value is None else value for value in values)
 
 
@@ -255,42 +167,45 @@ def named(records: list[Record]) -> tuple[list[str], list[float]]:
     return [name for name, kappas in run.items() if kappas == every and len(every) > 1], sorted(every - {1.0})
 
 
-def agreement(records: list[Record]) -> Verdict:
-    """Fresh against running variances of the shocked units, without a shock and with one."""
+def judged(records: list[Record]) -> tuple[list[str], list[float]]:
+    """The same, with unguarded whitening among the optimizers."""
     names, kappas = named(records)
     if PAPERS not in names:
-        return NOT_RUN
-    kappa = max(kappas)
+        raise NotRun
+    return names, kappas
+
+
+@claim("§4.4", "Running and fresh moments usually agree; when ReLU units are rescaled they are completely different.")
+def agreement(records: list[Record]) -> Verdict:
+    """Fresh against running variances of the shocked units, without a shock and with one."""
+    _, kappas = judged(records)
     usual = mean(records, PAPERS, 1.0, "grown_on_average")
-    jump = mean(records, PAPERS, kappa, "grown_at_once")
+    jump = mean(records, PAPERS, max(kappas), "grown_at_once")
     return Verdict(
         usual < 1 < 3 * usual + 1 < jump,
         f"The variance of a unit's output on a batch was over ten times the running one for {usual:.1f} of the layer's "
-        f"units in a step without a shock, and for {jump:.0f} at the step after κ = {kappa:g}.",
+        f"units in a step without a shock, and for {jump:.0f} at the step after κ = {max(kappas):g}.",
     )
 
 
+@claim("§4.4", "This leads to unreasonably large changes of the weights.")
 def harm(records: list[Record]) -> Verdict:
     """The loss after a shock without guards, and with them."""
-    names, kappas = named(records)
-    if PAPERS not in names:
-        return NOT_RUN
+    names, kappas = judged(records)
     harmed = {kappa: ratio(records, PAPERS, kappa) for kappa in kappas}
     worst = max(harmed, key=lambda kappa: harmed[kappa])
-    guarded = [n for n in names if not n.startswith("unguarded")]
-    losses_with_guards = ", ".join(f"{n} {max(ratio(records, n, kappa) for kappa in kappas):.3f}" for n in guarded)
+    guarded = {n: max(ratio(records, n, kappa) for kappa in kappas) for n in names if n in GUARDED}
     return Verdict(
         not harmed[worst] < 2,
         f"Unguarded whitening after κ = {worst:g}: {harmed[worst]:.3g} times the loss without a shock. With guards, "
-        f"the worst of all κ: {losses_with_guards}.",
+        f"the worst of all κ: {', '.join(f'{name} {price:.3f}' for name, price in guarded.items())}.",
     )
 
 
+@claim("§4.4", "These disable units: they remain zero whatever the input.")
 def death(records: list[Record]) -> Verdict:
     """Units that are zero on the last batches, in the worst layer and without guards; 5 % more than before are many."""
-    names, kappas = named(records)
-    if PAPERS not in names:
-        return NOT_RUN
+    _, kappas = judged(records)
     dead = {kappa: mean(records, PAPERS, kappa, "dead_units") for kappa in (1.0, *kappas)}
     worst = max(kappas, key=lambda kappa: dead[kappa])
     return Verdict(
@@ -300,21 +215,13 @@ def death(records: list[Record]) -> Verdict:
     )
 
 
+CLAIMS = (agreement, harm, death)
+
+
 def table(records: list[Record]) -> list[list[str]]:
     """Head and rows for the docs: loss ratios."""
     names, kappas = named(records)
     return [["κ", *(f"{k:g}" for k in kappas)], *([n, *(f"{ratio(records, n, k):.4g}" for k in kappas)] for n in names)]
-
-
-CLAIMS = (
-    Claim(
-        "§4.4",
-        "Running and fresh moments usually agree; when ReLU units are rescaled they are completely different.",
-        agreement,
-    ),
-    Claim("§4.4", "This leads to unreasonably large changes of the weights.", harm),
-    Claim("§4.4", "These disable units: they remain zero whatever the input.", death),
-)
 
 
 def plot(records: list[Record]) -> Figure:
@@ -324,20 +231,15 @@ def plot(records: list[Record]) -> Figure:
     figure, (price, loss, view) = drawing.panels(3)
     names, kappas = named(records)
     for k, name in enumerate(names):
-        style: dict[str, Any] = {
-            "color": drawing.COLOURS[k],
-            "marker": drawing.MARKS[k],
-            "markersize": 4,
-            "label": name,
-        }
-        price.plot(kappas, [min(ratio(records, name, kappa), 100) for kappa in kappas], **style)
+        price.plot(kappas, [min(ratio(records, name, kappa), 100) for kappa in kappas], **drawing.style(k, name))
     for name in (n for n in names if n.endswith("WhitenedSGD")):
         for kappa, line in ((1.0, ":"), (max(kappas), "-")):
             traces = [r["metrics"][1:] for r in records if (r["config"]["name"], r["config"]["kappa"]) == (name, kappa)]
             rows = max(traces, key=len)
-            style = {"color": drawing.COLOURS[names.index(name)], "linestyle": line, "label": f"{name}, κ = {kappa:g}"}
-            loss.plot([row["step"] for row in rows], [row["loss"] for row in rows], **style)
-            view.plot([row["step"] for row in rows], [row["grown"] for row in rows], **style)
+            style: dict[str, Any] = {"color": drawing.COLOURS[names.index(name)], "linestyle": line}
+            for panel, column in ((loss, "loss"), (view, "grown")):
+                steps, values = ([row[key] for row in rows] for key in ("step", column))
+                panel.plot(steps, values, label=f"{name}, κ = {kappa:g}", **style)
     price.set_xscale("log")
     for panel in (price, loss):
         panel.set_yscale("log")

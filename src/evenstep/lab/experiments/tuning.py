@@ -3,18 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..data import Arrays
-from ..identity import by_key
 from ..records import Record, dumps
 from ..summary import diverged, end, initial_loss
-from ..sweep import key, sweep
-from ..trial import Trial, config
-from .common import Progress, failures_expected, finished, spread
+from ..trial import Trial
+from .common import spread
+from .session import Session
 
 Score = Callable[[Record], float]
 
@@ -29,6 +25,11 @@ def final(record: Record) -> float:
     return end(record, guessing(record))
 
 
+def trained(record: Record) -> bool:
+    """Whether a run ended with a finite loss, and no worse than guessing."""
+    return not diverged(record, guessing(record))
+
+
 @dataclass(frozen=True)
 class Contender:
     """A method with options and a grid of stepsizes with a constant ratio; `l2` is the strength of an L2 term."""
@@ -39,10 +40,11 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
     l2: float = 0.0
 
-    def trial(self, lr: float, **settings: Any) -> Trial:
-        """One run."""
-        network = settings.pop("model_options", {}) | ({"l2": self.l2} if self.l2 else {})
-        return Trial(self.method, lr, options=self.options, model_options=network, **settings)
+    def trials(self, rates: Iterable[float], seeds: Iterable[int], settings: dict[str, Any]) -> list[Trial]:
+        """One trial for each stepsize and seed."""
+        network = settings.get("model_options", {}) | ({"l2": self.l2} if self.l2 else {})
+        rest = {**settings, "options": self.options, "model_options": network}
+        return [Trial(self.method, lr, seed=seed, **rest) for lr in rates for seed in seeds]
 
     def mine(self, records: Sequence[Record]) -> list[Record]:
         """The records that are runs of this contender."""
@@ -50,26 +52,12 @@ class Contender:
         return [r for r in records if (r["config"]["method"], r["config"]["options"], strength(r)) == me]
 
 
+Entrant = tuple[Contender, dict[str, Any]]  # with the settings of its trials
+
+
 def strength(record: Record) -> float:
     """The strength of the L2 term in a run's loss."""
     return record["config"]["model_options"].get("l2", 0.0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How thoroughly to tune: seeds (the first picks the stepsize), and how far a grid may grow beyond its ends."""
-
-    seeds: int = 3
-    growth: int = 1
-    thin: int | None = None  # use only so many of each contender's stepsizes, from the middle
-
-    def grid(self, contender: Contender) -> tuple[float, ...]:
-        """The first stepsizes."""
-        rates = contender.stepsizes
-        if self.thin is None:
-            return rates
-        start = (len(rates) - self.thin) // 2
-        return rates[start : start + self.thin]
 
 
 def doubled(low: float, count: int = 7) -> tuple[float, ...]:
@@ -81,75 +69,35 @@ def doubled(low: float, count: int = 7) -> tuple[float, ...]:
     return tuple(low * 2**k for k in range(count))
 
 
-class Entrant(NamedTuple):
-    """A contender with the settings of its trials."""
+def middle(rates: Sequence[float], count: int) -> Sequence[float]:
+    """`count` stepsizes from the middle of a grid.
 
-    contender: Contender
-    settings: dict[str, Any]
+    >>> middle((0.1, 0.2, 0.4, 0.8), 2)
+    (0.2, 0.4)
+    """
+    start = (len(rates) - count) // 2
+    return rates[start : start + count]
 
-    def trials(self, rates: Iterable[float], seeds: Iterable[int]) -> list[Trial]:
-        """One trial for each stepsize and seed."""
-        return [self.contender.trial(lr, seed=seed, **self.settings) for lr in rates for seed in seeds]
 
-
-def tuned(
-    entrants: Sequence[Entrant],
-    plan: Plan,
-    arrays: Arrays,
-    out: Path,
-    *,
-    device: torch.device | str,
-    progress: Progress,
-    seed: int = 0,
-    score: Score = final,
-) -> list[Record]:
+def tuned(session: Session, entrants: Sequence[Entrant], arrays: Arrays, seeds: int = 3) -> list[Record]:
     """Records of every entrant at every stepsize of its grid, then of its best stepsize on further seeds.
 
-    A grid whose best stepsize is at an end grows there, one stepsize at a time and at most `plan.growth` times. The
-    last growth includes the further seeds, at both stepsizes that may turn out best: all entrants run together in few
-    stages, so that a GPU trains many trials side by side. Records that `out` has are not made again.
+    If the best stepsize is at an end of its grid, the one beyond it is run on all seeds, too. All entrants run together
+    in two stages, so that a GPU trains many trials side by side. A quick run takes one stepsize and one seed.
     """
-    seeds = range(seed, seed + plan.seeds)
+    quick, first = session.options.quick, session.options.seed
 
-    def stage(wanted: Sequence[Iterable[float]], seeds: Iterable[int]) -> list[list[Record]]:
-        trials = [e.trials(rates, seeds) for e, rates in zip(entrants, wanted, strict=True)]
-        found = iter(in_stage([t for mine in trials for t in mine], arrays, out, device=device, progress=progress))
+    def stage(wanted: Sequence[Iterable[float]], count: int) -> list[list[Record]]:
+        seeds = range(first, first + count)
+        trials = [c.trials(rates, seeds, how) for (c, how), rates in zip(entrants, wanted, strict=True)]
+        found = iter(session.train([t for mine in trials for t in mine], arrays))
         return [[next(found) for _ in mine] for mine in trials]
 
-    def ends(records: list[Record]) -> list[float]:
-        further = beyond(records, score)
-        return [] if further is None else [further]
-
-    found = stage([plan.grid(e.contender) for e in entrants], [seed])
-    for _ in range(plan.growth - 1):
-        grown = [ends(mine) for mine in found]
-        if not any(grown):
-            break
-        found = [mine + more for mine, more in zip(found, stage(grown, [seed]), strict=True)]
-    grown = [ends(mine) if plan.growth else [] for mine in found]
-    last = stage([[best_rate(mine, score), *more] for mine, more in zip(found, grown, strict=True)], seeds)
-    every = [r for mine in (*found, *last) for r in mine]
-    return list({(dumps(r["config"]), r["seed"]): r for r in every}.values())
-
-
-def in_stage(
-    trials: list[Trial], arrays: Arrays, out: Path, *, device: torch.device | str, progress: Progress
-) -> list[Record]:
-    """The records of all trials, in order; `progress` is called before each missing one, and may raise to stop."""
-    have = by_key(finished(out), arrays, out)
-    names = [key(config(trial, arrays)) for trial in trials]
-    missing = {name: trial for name, trial in zip(names, trials, strict=True) if name not in have}
-    done = len(trials) - len(missing)
-
-    def begin(trial: Trial) -> None:
-        nonlocal done
-        progress(f"{trial.method}, stepsize {trial.lr:g}", done, len(trials))
-        done += 1
-
-    with failures_expected():
-        made = sweep(list(missing.values()), arrays, out, device=device, on_begin=begin)
-    have |= dict(zip(missing, made, strict=True))
-    return [have[name] for name in names]
+    found = stage([middle(c.stepsizes, 1) if quick else c.stepsizes for c, _ in entrants], 1)
+    if not quick:
+        further = [[best_rate(mine), *filter(None, [beyond(mine)])] for mine in found]
+        found += stage(further, seeds)
+    return list({dumps(r["config"]): r for mine in found for r in mine}.values())
 
 
 def beyond(records: Sequence[Record], score: Score = final) -> float | None:
@@ -174,15 +122,18 @@ def best_rate(records: Sequence[Record], score: Score = final) -> float:
 def at_best(records: Sequence[Record], contender: Contender, score: Score = final) -> list[Record]:
     """The contender's runs at its best stepsize, by seed; empty if it has none."""
     mine = contender.mine(records)
-    if not mine:
-        return []
-    lr = best_rate(mine, score)
+    lr = best_rate(mine, score) if mine else None
     return sorted((r for r in mine if r["config"]["lr"] == lr), key=lambda r: r["seed"])
 
 
 def losses(records: Sequence[Record]) -> list[float]:
     """Final training losses, infinite where a run failed."""
     return [final(r) for r in records]
+
+
+def best_losses(records: Sequence[Record], contender: Contender) -> list[float]:
+    """The contender's final training losses at its best stepsize."""
+    return losses(at_best(records, contender))
 
 
 def first_failure(records: Sequence[Record], contender: Contender) -> float | None:
@@ -193,11 +144,6 @@ def first_failure(records: Sequence[Record], contender: Contender) -> float | No
     first, best = min(r["seed"] for r in mine), best_rate(mine)
     failed = [r["config"]["lr"] for r in mine if r["seed"] == first and not trained(r)]
     return min((lr for lr in failed if lr > best or best in failed), default=None)
-
-
-def trained(record: Record) -> bool:
-    """Whether a run ended with a finite loss, and no worse than guessing."""
-    return not diverged(record, guessing(record))
 
 
 def outcome(records: Sequence[Record]) -> str:
