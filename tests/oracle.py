@@ -21,11 +21,12 @@ TRUST_FLOOR = 1e-3
 
 
 class Constants(NamedTuple):
-    """μ and α per input, β per unit; not squared."""
+    """μ and α per input, β per unit; not squared. The bias has a scale of its own beside β."""
 
     mu: torch.Tensor
     alpha: torch.Tensor
     beta: torch.Tensor
+    bias: float = 1.0
 
 
 # What a layer is
@@ -150,14 +151,14 @@ def to_w(layer, v, v0, c):
     channel, unit = places(layer)
     w = c.alpha[channel] * c.beta[unit] * v
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
-    return w, [c.beta * b - level for b in v0]
+    return w, [c.bias * c.beta * b - level for b in v0]
 
 
 def to_v(layer, w, w0, c):
     """v(w) and v_0(w): the inverse of `to_w`."""
     channel, unit = places(layer)
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
-    return w / (c.alpha[channel] * c.beta[unit]), [(b + level) / c.beta for b in w0]
+    return w / (c.alpha[channel] * c.beta[unit]), [(b + level) / (c.bias * c.beta) for b in w0]
 
 
 def to_w_biasless(layer, v, c, inverse=False):

@@ -5,6 +5,7 @@ With β = 1: gradient on v is α_i (G_ij − μ_i b_j) and b_j, and whatever a r
 
 import copy
 import gc
+import math
 import weakref
 from functools import partial
 
@@ -117,7 +118,7 @@ def drifting(steps=5, shock=1.0):
 
 
 class RuleOnV(oracle.OnV):
-    """A torch rule on the explicit v of every layer, recomputed from w at every step, with β = 1.
+    """A torch rule on the explicit v of every layer, recomputed from w at every step, whose steps have plain size.
 
     `build` makes the layer's own torch optimizer from stand-ins that start at zero at every step, or (`explicit`) that
     are v itself. `joint` shows it [weight | bias] as one matrix.
@@ -135,7 +136,12 @@ class RuleOnV(oracle.OnV):
 
     def frame(self, k, x, y, g2):
         c, spread, fresh = super().frame(k, x, y, g2)
-        return c._replace(beta=torch.ones_like(c.beta)), spread, fresh
+        n = len(spread)
+        variance = [float(s - self.damping / (1 + self.damping) * spread.sum() / n) for s in spread]
+        means = sum(float(m) ** 2 for m in c.mu)
+        power = sum(variance) + (0 if self.carries[k] else means)
+        size = math.sqrt(power / sum(v / float(s) for v, s in zip(variance, spread, strict=True)))
+        return c._replace(beta=torch.full_like(c.beta, size), bias=math.sqrt(1 + means / n) / size), spread, fresh
 
     def moved(self, k, c, x, t, energy):
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
@@ -709,6 +715,10 @@ class EvenOnV(RuleOnV):
         super().__init__(model, None, decay=decay, **keywords)
         self.settings, self.memory = (lr, momentum, eps, decay, keywords["damping"]), {}
 
+    def frame(self, k, x, y, g2):
+        c, spread, fresh = oracle.OnV.frame(self, k, x, y, g2)
+        return c._replace(beta=torch.ones_like(c.beta)), spread, fresh
+
     def steps(self, k, grads, v):
         lr, m, eps, decay, damping = self.settings
         layer = self.layers[k]
@@ -723,7 +733,9 @@ class EvenOnV(RuleOnV):
         average = total / weight
         root = (eps + torch.maximum(average, square) + damping * average.mean()).sqrt()
         ahead = [(1 - m) * (g + m * b) for g, b in zip(grads, buffers, strict=True)]
-        return [-lr * a / over for a, over in zip(ahead, (root[unit], root), strict=False)]
+        length = (oracle.sum_per_unit(unit, v[0] ** 2, len(total)) + (v[1] ** 2 if len(v) > 1 else 0)).sqrt()
+        scale = torch.stack([max(1, one / 3) for one in length]) / root
+        return [-lr * scale[unit] * ahead[0], *(-lr * scale * one for one in ahead[1:])]
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-2])
@@ -731,6 +743,8 @@ class EvenOnV(RuleOnV):
 @pytest.mark.parametrize("guards", [UNGUARDED, GUARDS], ids=["bare", "guarded"])
 def test_even_step_is_its_documentation(guards, momentum, eps):
     model, batches = network(), drifting(shock=1.0 if guards is UNGUARDED else 30.0)
+    with torch.no_grad():
+        model[2].weight[:3] *= 20  # units that are longer than usual
     settings = SETTINGS | {"lr": 0.1, "momentum": momentum, "eps": eps, **guards}
     smallest = assert_follows(EvenOnV(model, **settings), evenstep.UnitStep(model, **settings), model, batches)
     assert smallest == 1 if guards is UNGUARDED else smallest < 0.9
