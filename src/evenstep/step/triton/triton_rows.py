@@ -130,8 +130,9 @@ def write_gradients(
     shift = 0.0
     bad = 0.0
     if (flags & spec.BIASED) != 0:
-        shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
-        bad = tl.where(shift - shift == 0, 0.0, 1.0)
+        value = tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
+        bad = tl.where(value - value == 0, 0.0, 1.0)  # of a product, a fused multiply-add would leave its rounding
+        shift = scale * value
         to = pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
         tl.store(to, shift * tl.load(layers + block * spec.LAYERS + spec.CONSTANT))
     if PROJECT:
