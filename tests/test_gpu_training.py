@@ -165,8 +165,9 @@ def on_the_cpu(optimizer_name, task_name):
 
 
 @pytest.fixture(autouse=True)
-def full_single_precision(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of matrix products it is False by default
+def full_single_precision():
+    with torch.backends.cudnn.flags(allow_tf32=False):  # of matrix products it is False by default
+        yield
 
 
 eager = product(DEFAULTS, TASKS, ["eager", "capturable"])

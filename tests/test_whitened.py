@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import evenstep
 import oracle
 from evenstep import Whitened
+from evenstep.math import stepsize
 from helpers import UNGUARDED, assert_same, descend, fit, is_finite, randn, still, through_a_file, twins, weights
 
 
@@ -734,7 +735,7 @@ class EvenOnV(RuleOnV):
         root = (eps + torch.maximum(average, square) + damping * average.mean()).sqrt()
         ahead = [(1 - m) * (g + m * b) for g, b in zip(grads, buffers, strict=True)]
         length = (oracle.sum_per_unit(unit, v[0] ** 2, len(total)) + (v[1] ** 2 if len(v) > 1 else 0)).sqrt()
-        scale = torch.stack([max(1, one / 3) for one in length]) / root
+        scale = torch.tensor([max(1.0, float(one) / stepsize.LONG) for one in length]).double() / root
         return [-lr * scale[unit] * ahead[0], *(-lr * scale * one for one in ahead[1:])]
 
 
