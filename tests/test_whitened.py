@@ -735,7 +735,7 @@ class EvenOnV(RuleOnV):
         root = (eps + torch.maximum(average, square) + damping * average.mean()).sqrt()
         ahead = [(1 - m) * (g + m * b) for g, b in zip(grads, buffers, strict=True)]
         length = (oracle.sum_per_unit(unit, v[0] ** 2, len(total)) + (v[1] ** 2 if len(v) > 1 else 0)).sqrt()
-        scale = torch.tensor([max(1.0, float(one) / stepsize.LONG) for one in length]).double() / root
+        scale = (length / stepsize.LONG).clamp(min=1) / root
         return [-lr * scale[unit] * ahead[0], *(-lr * scale * one for one in ahead[1:])]
 
 

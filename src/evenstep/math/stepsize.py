@@ -79,7 +79,7 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
     return torch.maximum(average, square) + damping * over.mean(average)
 
 
-LONG = 3.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
+LONG = 5.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
 
 
 def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
