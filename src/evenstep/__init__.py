@@ -5,11 +5,12 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 """
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
+from .even_step import EvenStep
 from .model.coverage import Coverage
 from .model.known_layers import register_layer
 from .model.layer_kinds import LayerKind
 from .monitor import CurvatureMonitor
-from .optimizers import BlockNaturalSGD, CanonicalSGD, EvenStep, FanInSGD, UnitStep, WhitenedSGD
+from .optimizers import BlockNaturalSGD, CanonicalSGD, FanInSGD, UnitStep, WhitenedSGD
 from .weight_decay import decay_groups
 from .whitened import Whitened
 

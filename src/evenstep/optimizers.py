@@ -132,7 +132,7 @@ class CanonicalSGD(CoordinateOptimizer):
 
 @explained
 class UnitStep(CoordinateOptimizer):
-    """The one to try first: whitened coordinates, eq. 11 per unit with momentum, both guards.
+    """Whitened coordinates, eq. 11 per unit with momentum, both guards: no matrix product, the cheapest rule.
 
     Each unit's gradient on v is divided by the root of its running mean square, damped by the layer's, so that every
     unit takes an even step of about `lr`; momentum looks ahead (Nesterov). Rows of parameters outside layers, an
@@ -202,6 +202,3 @@ class BlockNaturalSGD(CoordinateOptimizer):
 
     def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
         return natural_rule(group["block"], group["bounded"])
-
-
-EvenStep = UnitStep  # until the orthogonalized rule takes this name

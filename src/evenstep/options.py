@@ -87,6 +87,10 @@ OPTIONS = {
         "schedules of `lr` and a group's own `lr`, and may be set in a group, too, as of that first `lr`",
         NONNEGATIVE,
     ),
+    "head": Option(
+        'name or pattern of the head\'s weight, which AdamW moves at `plain_lr`: "auto" is the covered layer that the '
+        "first forward pass calls last, None is no layer"
+    ),
     "sharing": Option("S of every layer, when it is not to be counted", POSITIVE_OR_NONE),
     "exclude": Option("name patterns (`fnmatch`) kept in plain coordinates", PATTERNS),
     "maximize": Option("ascend", FLAG),

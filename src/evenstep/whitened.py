@@ -15,7 +15,7 @@ from .options import explained
 from .rules import torch_rule as proxies
 from .rules.rule import Rule
 from .rules.torch_rule import BaseRule, TorchRule
-from .step.block import Block, Group
+from .step.block import Group
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
@@ -117,6 +117,3 @@ class Whitened(CoordinateOptimizer):
 
     def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
         return self._rule
-
-    def _counted(self, block: Block) -> list[Tensor]:
-        return self._rule.counted(block)

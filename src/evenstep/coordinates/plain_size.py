@@ -15,13 +15,21 @@ class PlainSize(Whitening):
     A rule that normalizes takes steps of about lr, whatever the gradient's scale. In the coordinates of eq. 12 such a
     step is lr long beside units that may be hundreds long, where inputs are large, and far too long where inputs are
     small. Here lr means what it means to the rule in plain coordinates.
+
+    `power` is that of α: 1 whitens, 0 leaves the inputs' scales alone. `centre` is the share of the mean taken out.
     """
+
+    def __init__(self, *, linear: bool = True, power: float = 1.0, centre: float = 1.0) -> None:
+        """Whitening itself by default."""
+        super().__init__(linear=linear)
+        self.power, self.centre = power, centre
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """Whitened coordinates with another β, and a scale for the constant input."""
         scales = super().at(state, batch, layers)
         assert scales.mu is not None and scales.alpha is not None and scales.spread is not None
-        beta, constant = plain_size(
-            scales.mu, scales.alpha, scales.spread, layers.group["damping"], biased=layers.biased, over=layers.inputs
-        )
-        return scales._replace(beta=beta, constant=constant)
+        mu = scales.mu if self.centre == 1 else self.centre * scales.mu
+        alpha = scales.alpha if self.power == 1 else scales.alpha**self.power
+        damping, over = layers.group["damping"], layers.inputs
+        beta, constant = plain_size(mu, alpha, scales.spread, damping, biased=layers.biased, over=over)
+        return scales._replace(mu=mu, alpha=alpha, beta=beta, constant=constant)

@@ -79,6 +79,14 @@ class Rule:
     own_rate = False  # whether directions have their stepsize and sign already
     fused: Fused | None = Fused(nesterov=False, unit_scale=False)
 
+    def joint(self, block: Any) -> bool:
+        """Whether it sees a layer as one matrix, biases as columns."""
+        return False
+
+    def counted(self, block: Any) -> list[Tensor]:
+        """The parameters whose steps the optimizer counts: checkpointers want some state for every parameter."""
+        return list(block.parameters)
+
     def state(self, momentum: float) -> Schema:
         """The state it keeps."""
         return {"momentum_buffer": Field("parameter")} if momentum else {}

@@ -242,9 +242,13 @@ class TorchRule(Rule):
     own_rate = True
     fused = None
 
-    def __init__(self, base: BaseRule, plain: BaseRule) -> None:
-        """`plain` may be `base`."""
-        self.base, self.plain = base, plain
+    def __init__(self, base: BaseRule, plain: BaseRule, *, own_options: bool = False) -> None:
+        """`plain` may be `base`. With `own_options` groups say nothing to it: it keeps the options it was made with."""
+        self.base, self.plain, self.own_options = base, plain, own_options
+
+    def joint(self, block: Any) -> bool:
+        """A layer, if its weight trains and its group asks for it."""
+        return bool(block.group.get("joint")) and block.entry is not None and not block.alone
 
     def state(self, momentum: float) -> Schema:
         """No fields of ours: torch's rules make their own."""
@@ -279,10 +283,10 @@ class TorchRule(Rule):
     def outside(self, block: Any) -> list[bool]:
         """Which of the block's proxies the plain rule moves: what is no matrix of a layer."""
         if self.plain is self.base:
-            return [False] * (1 if joint(block) else len(block.parameters))
+            return [False] * (1 if self.joint(block) else len(block.parameters))
         if block.entry is None:
             return [True]
-        return [False] if joint(block) else [p.dim() < 2 for p in block.parameters]
+        return [False] if self.joint(block) else [p.dim() < 2 for p in block.parameters]
 
     def counted(self, block: Any) -> list[Tensor]:
         """Parameters whose steps no rule counts; a bias inside a joint matrix has no state of the rule's."""
@@ -292,7 +296,7 @@ class TorchRule(Rule):
 
     def _rates(self, block: Any) -> list[Any]:
         """The stepsizes of the block's proxies."""
-        power = block.group["fan_in_power"]
+        power = block.group.get("fan_in_power")
         share = stepsize.fan_in_share(block.fan_in, power) if power and block.treatment == "whitened" else 1.0
         lrs = [lr * share for lr in block.rates()]
         if self.plain is self.base or block.uses_plain_lr:
@@ -303,18 +307,13 @@ class TorchRule(Rule):
     def _steps(self, proxies: list[Proxy], outside: list[bool], state: Any) -> list[Tensor]:
         """What the base does to each proxy, or the plain rule to those outside."""
         if self.plain is self.base:
-            return steps_of(self.base, proxies, state, own_options=False)
+            return steps_of(self.base, proxies, state, own_options=self.own_options)
         results = []
         for rule, other, side in ((self.base, self.plain, False), (self.plain, self.base, True)):
             part = [p for p, o in zip(proxies, outside, strict=True) if o is side]
             foreign = other.keeps - rule.keeps
             results.append(iter(steps_of(rule, part, state, own_options=side, foreign=foreign) if part else []))
         return [next(results[side]) for side in outside]
-
-
-def joint(block: Any) -> bool:
-    """Whether the rule sees the block as one matrix, biases as columns: a layer, if its weight trains."""
-    return bool(block.group["joint"]) and block.entry is not None and not block.alone
 
 
 def joined(weight: Tensor, biases: Tensor | None) -> Tensor:

@@ -52,6 +52,7 @@ class ForwardState:
     started = False  # there was one, so that a backward pass may run parts of it again, as reentrant checkpointing does
     saw_rows = False  # an eager call had rows
     saw_empty = False  # an eager call had none
+    last: Any = None  # the statistics of the layer that was called last, eagerly
 
     def __init__(self) -> None:
         """Clocks are made when a device is first used."""

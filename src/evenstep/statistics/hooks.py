@@ -89,6 +89,7 @@ class LayerHook(Hook):
                 if layer is None or look is None:
                     continue
                 if eager:
+                    self.forwards.last = layer
                     self.forwards.saw_rows |= look.applied > 0
                     self.forwards.saw_empty |= look.applied == 0
                 if look.applied:
@@ -112,6 +113,7 @@ class LayerHook(Hook):
         assert layer is not None
         layer.add_planned_call(x, plan)
         self.forwards.saw_rows = True
+        self.forwards.last = layer
         return True
 
     def _hook_gradient(self, output: Any) -> Any:

@@ -19,9 +19,9 @@ STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the
 # columns of the table of settings
 (
     RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU,
-    MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN,
+    MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN, POWER, CENTRE_SHARE,
     SETTINGS,
-) = range(14)  # fmt: skip
+) = range(16)  # fmt: skip
 
 # flags in the table of shapes
 BIASED = 1  # its bias trains with it

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..coordinates.coordinates import Field, Schema
 from ..math.moments import accumulation_dtype
+from ..math.orthogonal import rows_are_longer
 from ..parallel import dtensor
 from ..statistics.batch import LayerStatistics
 from .block import Block
@@ -35,7 +36,13 @@ def shape_of(field: Field, block: Block, stage: LayerStatistics | None, p: Tenso
     if field.per in ("input", "output"):
         assert stage is not None
         return torch.Size([stage.inputs if field.per == "input" else stage.units])
-    return torch.Size([block.units] if field.per == "unit" else [])
+    units, columns = block.units, block.weight.numel() // max(1, block.units) + len(block.biases)
+    if field.per == "matrix":
+        return torch.Size([units, columns])
+    if field.per == "line":
+        rows = units // block.groups
+        return torch.Size([units if rows_are_longer(rows, columns) else block.groups * columns])
+    return torch.Size([units] if field.per == "unit" else [])
 
 
 def init_state(states: Any, block: Block, stage: LayerStatistics | None) -> None:
@@ -49,7 +56,7 @@ def init_state(states: Any, block: Block, stage: LayerStatistics | None) -> None
 def stale_rule_fields(states: Any, block: Block, stage: LayerStatistics | None) -> set[str]:
     """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
     schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
-    units = {name: field for name, field in schema.items() if field.per in ("unit", "layer")}
+    units = {name: field for name, field in schema.items() if field.per != "count"}
     kept = states[block.weight]
     wrong = any(n in kept and kept[n].shape != shape_of(f, block, stage, block.weight) for n, f in units.items())
     return set(schema) if wrong else set()
@@ -61,7 +68,7 @@ def fresh(field: Field, block: Block, stage: LayerStatistics | None, p: Tensor) 
         dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype
         return torch.full_like(p, field.initial, dtype=dtype, memory_format=torch.preserve_format)
     shape, dtype = shape_of(field, block, stage, p), accumulation_dtype(p.dtype)
-    if field.per == "unit" and block.has_rows and dtensor.groups_along(p, rows=True):
-        own = torch.full([block.local_units], field.initial, dtype=dtype, device=p.device)
+    if field.per in ("unit", "matrix") and block.has_rows and dtensor.groups_along(p, rows=True):
+        own = torch.full([block.local_units, *shape[1:]], field.initial, dtype=dtype, device=p.device)
         return dtensor.placed(own, p, shape)
     return torch.full(shape, field.initial, dtype=dtype, device=p.device)

@@ -19,7 +19,7 @@ from ..math.moments import Sums, accumulation_dtype
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, put
-from ..rules.torch_rule import joined, joint, parted, proxy_of
+from ..rules.torch_rule import joined, parted, proxy_of
 from ..statistics.batch import LayerStatistics, recentre
 from .block import Block
 from .gradients import all_finite, gradient
@@ -209,7 +209,7 @@ class TorchStep:
         for k, block in enumerate(self.blocks):
             weight, bias = weights[k], of_block[k]
             weights[k] = self.one
-            if joint(block):
+            if block.rule.joint(block):
                 grads = [joined(weight, bias)]
             else:
                 rows = (
@@ -226,7 +226,7 @@ class TorchStep:
         weights, biases = [], []
         for block, few in zip(self.blocks, steps, strict=True):
             few = [s.to(self.dtype) for s in few]
-            if joint(block):
+            if block.rule.joint(block):
                 shape = block.matrix(dtensor.local(block.weight)).shape
                 weight, rows = parted(few[0], shape, len(block.biases))
             else:

@@ -193,9 +193,10 @@ class ModelOptimizer(Optimizer):
         """The rule of a block."""
         return self.rule
 
-    def _kept(self, kind: type[Coordinates], rule: Rule) -> Coordinates:
+    def _kept(self, kind: type[Coordinates], rule: Rule, **settings: Any) -> Coordinates:
         """One object per kind of coordinates, so that blocks can be grouped by it."""
-        return self._coordinates.setdefault((kind, rule.linear), kind(linear=rule.linear))
+        key = kind, rule.linear, *settings.items()
+        return self._coordinates.setdefault(key, kind(linear=rule.linear, **settings))
 
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The group of each parameter, by id."""

@@ -160,7 +160,7 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _counted(self, block: Block) -> list[Tensor]:
         """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
-        return block.parameters
+        return block.rule.counted(block)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""

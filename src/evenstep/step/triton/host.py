@@ -20,7 +20,6 @@ from ...math.constants import STEADY
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
 from ...rules.rule import plain_share
-from ...rules.torch_rule import joint
 from ...statistics.batch import LayerStatistics
 from .. import spec
 from ..block import Block
@@ -59,7 +58,7 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     gap = inner(block)
     if gap is None or len(biases) > 1 or not pieces(block, groups * units, inputs * kernel):
         return False
-    if block.rule.own_rate and joint(block) and gap != kernel:  # the rule sees columns in their own order
+    if block.rule.own_rate and block.rule.joint(block) and gap != kernel:  # the rule sees columns in their own order
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
@@ -81,7 +80,7 @@ def has_first_dtypes(block: Block, stage: LayerStatistics | None, state: Any) ->
     wide = accumulation_dtype(block.weight.dtype)
     kept = [state[block.weight].get(name) for name in spec.STATE]
     kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
-    buffers = [state[p].get("momentum_buffer") for p in block.parameters]
+    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused else []
     return all(t is None or t.dtype == wide for t in kept) and all(
         t is None or t.dtype == block.weight.dtype for t in buffers
     )
@@ -104,6 +103,7 @@ class TritonStep:
         self.unbiased = any(b.treatment == "whitened" and not b.biases for b in blocks)
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.plain_size = any(isinstance(b.coordinates, PlainSize) for b in blocks)
+        self.partly = any((c.power, c.centre) != (1, 1) for b in blocks if isinstance(c := b.coordinates, PlainSize))
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
         self.captured = False  # whether a CUDA graph holds its addresses
         shapes = shapes_table(blocks, stages, self._rule_rows())
@@ -155,6 +155,7 @@ class TritonStep:
         constants: dict[str, Any] = {
             "LINEAR": self.rule.linear,
             "PLAIN_SIZE": self.plain_size,
+            "PARTLY": self.partly,
             "STEADY": STEADY,
             "DRIFT": guards.DRIFT,
             "SLOTS": SLOTS,
@@ -285,7 +286,7 @@ class TritonStep:
         for block in self.blocks:
             units = block.units
             columns, biased, start = block.weight.numel() // units, len(block.biases), self.rule_total
-            together = self.rule.fused is None and joint(block)
+            together = self.rule.fused is None and block.rule.joint(block)
             gap = columns + biased if together else columns
             bias = start + columns if together else start + memory_gap(block.weight.numel())
             self.rule_starts.append((start, bias))
@@ -300,7 +301,7 @@ class TritonStep:
         steps.zero_()
         found = []
         for block, (start, bias) in zip(self.blocks, self.rule_starts, strict=True):
-            if joint(block):
+            if block.rule.joint(block):
                 size = block.units, block.weight.numel() // block.units + len(block.biases)
                 places: list[Any] = [(start, size, (size[1], 1))]
             else:
@@ -423,6 +424,8 @@ def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | N
         row[spec.MEMORY], row[spec.EPS] = group.get("decay", 0.0), group.get("eps", 0.0)
         row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else group.get("damping", 0.0)
         row[spec.DECLARED] = torch.nan if declared is None else declared
+        row[spec.POWER] = getattr(block.coordinates, "power", 1.0)
+        row[spec.CENTRE_SHARE] = getattr(block.coordinates, "centre", 1.0)
         row[spec.FAN_IN] = float(block.fan_in) if stage is not None and block.treatment != "plain" else 1.0
         rows.append(row)
     return rows

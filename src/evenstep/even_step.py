@@ -1,0 +1,101 @@
+"""The optimizer to try first: orthogonalized momentum in whitened coordinates."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from . import options
+from .coordinates.coordinates import Coordinates
+from .coordinates.plain_size import PlainSize
+from .model.survey import Entry
+from .options import explained
+from .rules.orthogonal import OrthogonalRule
+from .rules.torch_rule import BaseRule, TorchRule
+from .step.block import Choice, Group
+from .step.plan import Plan
+from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+
+
+@explained
+class EvenStep(CoordinateOptimizer):
+    """The one to try first: orthogonalized momentum in whitened coordinates, with guards.
+
+    Every layer but the head is a matrix [unit, inputs · kernel + 1] that moves along the polar factor of its momentum:
+    no direction takes longer steps than another. Convolutions are whitened by the square root of α and keep their
+    inputs' means; other layers are whitened whole. Steps have the size that Muon's have, √max(1, units/inputs) · lr.
+
+    The head, embeddings, norms, vectors and layers with one unit or input in a group are moved by AdamW at `plain_lr`.
+    The head is the layer that was called last in the first forward pass.
+    """
+
+    coordinates = PlainSize
+    rule = OrthogonalRule()
+    convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
+    dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
+    _copied = ("_rest",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.02,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        decay: float = 0.99,
+        damping: float = 0.1,
+        fresh_max: float | None = 4.0,
+        trust: float | None = 0.1,
+        rows: int | None = 1024,
+        head: str | None = "auto",
+        plain_lr: float | None = 3e-3,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        adamw = BaseRule(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
+        self._rest = TorchRule(adamw, adamw, own_options=True)
+        super().__init__(params, options.for_groups(locals()), model, process_group)
+
+    def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
+        """Matrices of hidden layers are orthogonalized; all else is for AdamW."""
+        if entry is None or alone or min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
+            kind = Coordinates if entry is None or alone else self.coordinates
+            return self._kept(kind, self._rest), self._rest, True
+        if not entry.slot.input_visible:
+            return super()._choose(group, entry, alone)
+        settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
+        return self._kept(self.coordinates, self.rule, **settings), self.rule, False
+
+    def _is_head(self, group: Group, entry: Entry) -> bool:
+        head = self._found_head() if group["head"] == "auto" else group["head"]
+        return head is not None and fnmatchcase(entry.name, head)
+
+    def _found_head(self) -> str | None:
+        """The covered layer called last, or registered last; None where the head is an embedding's weight."""
+        if self._statistics is None or any(reason.startswith("shared with") for reason in self._left_out.values()):
+            return None
+        last = self._statistics.forwards.last
+        names = [entry.name for entry, layer in self._statistics.items() if layer is last or last is None]
+        return names[-1] if names else None
+
+    def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
+        """The first step finds the head; groups keep its name, and checkpoints with them."""
+        if not self._complete:
+            for group in self.param_groups:
+                group["head"] = self._found_head() if group["head"] == "auto" else group["head"]
+        return super()._prepare(compiled)
+
+    def _torch_state(self) -> tuple[set[str], bool]:
+        return self._rest.base.keeps - {"step"}, True
+
+    @_disable_dynamo
+    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
+        """Stand-ins are parameters, which compilers do not make: the rules run between two graphs."""
+        super()._direct(plan, ok)
