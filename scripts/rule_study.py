@@ -1,9 +1,9 @@
 """Compare rules on a byte GPT, ResNet-like nets and a deep net without batch norm, side by side on one GPU.
 
-    python scripts/rule_study.py --data DIR --out results/rule-study.jsonl --processes 5 gpt:evenstep:0.02:0 deep:muon:0.02:0
+    python scripts/rule_study.py --data DIR --out FILE.jsonl gpt:evenstep:0.02:0 deep:muon:0.02:0
 
-A job is TASK:METHOD:LR:SEED. DIR holds cifar-10-batches-py and python-source.txt. Each job appends a record: held-out loss
-or accuracy, training loss, seconds.
+A job is TASK:METHOD:LR:SEED. DIR holds cifar-10-batches-py and python-source.txt. Each job appends a record: held-out
+loss or accuracy, training loss, seconds.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import evenstep
+from evenstep.even_step import EvenStep
 from evenstep.lab import records
 from evenstep.rules.orthogonal import OrthogonalRule
 
@@ -133,33 +134,33 @@ def augmented(x: Tensor) -> Tensor:
 # methods
 
 
-class Variant(evenstep.EvenStep):
+class Variant(EvenStep):
     """`EvenStep` with other coordinates or another rule."""
 
 
 def variant(steps: int = 5, even_lines: bool = True, conv: tuple[float, float] | None = None,
-            dense: tuple[float, float] | None = None) -> type[evenstep.EvenStep]:  # fmt: skip
+            dense: tuple[float, float] | None = None) -> type[EvenStep]:  # fmt: skip
     """A class with this rule, and powers and centres for convolutions and dense layers."""
     fields: dict[str, Any] = {"rule": OrthogonalRule(steps, even_lines)}
     for name, pair in (("convolutions", conv), ("dense", dense)):
         if pair is not None:
             fields[name] = {"power": pair[0], "centre": pair[1]}
-    return type("Variant", (evenstep.EvenStep,), fields)
+    return type("Variant", (EvenStep,), fields)
 
 
 PLAIN: dict[str, Any] = {"conv": (0, 0), "dense": (0, 0)}
 METHODS: dict[str, Any] = {
     "muon": (variant(even_lines=False, **PLAIN), {"trust": None}),
     "normuon": (variant(**PLAIN), {"trust": None}),
-    "evenstep": (evenstep.EvenStep, {}),
+    "evenstep": (EvenStep, {}),
     "whitened": (variant(conv=(1, 1)), {}),
     "half-mean": (variant(conv=(0.5, 0.5), dense=(0.5, 0.5)), {}),
     "half": (variant(conv=(0.5, 0), dense=(0.5, 0)), {}),
     "half-centred": (variant(conv=(0.5, 1), dense=(0.5, 1)), {}),
     "four": (variant(steps=4), {}),
     "three": (variant(steps=3), {}),
-    "no-head": (evenstep.EvenStep, {"head": None}),
-    "m90": (evenstep.EvenStep, {"momentum": 0.9}),
+    "no-head": (EvenStep, {"head": None}),
+    "m90": (EvenStep, {"momentum": 0.9}),
     "unitstep": (evenstep.UnitStep, {}),
     "adamw": (lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0), {}),
 }

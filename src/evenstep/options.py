@@ -72,7 +72,7 @@ OPTIONS = {
     ),
     "decay": Option("weight of the old value in running averages", FRACTION),
     "damping": Option(
-        "added to each variance, relative to the layer's mean variance; `EvenStep` damps its units' mean squares by "
+        "added to each variance, relative to the layer's mean variance; `UnitStep` damps its units' mean squares by "
         "it, too",
         NONNEGATIVE,
     ),
@@ -96,7 +96,7 @@ OPTIONS = {
     "maximize": Option("ascend", FLAG),
     "foreach": Option(
         "False steps layer by layer; otherwise many layers move at once where they can (`WhitenedSGD`, `FanInSGD`, "
-        "`EvenStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its rule, "
+        "`UnitStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its rule, "
         "too)",
         FLAG_OR_NONE,
     ),

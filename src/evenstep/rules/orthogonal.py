@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..coordinates.coordinates import Field, Schema
-from ..math import orthogonal
+from ..math import polar
 from ..parallel import dtensor
 from .rule import Rule, RuleStep, put
 from .torch_rule import gathered
@@ -75,14 +75,14 @@ class OrthogonalRule(Rule):
     def _direction(self, x: Tensor, groups: int, states: Sequence[dict[str, Tensor]], ok: Tensor | None) -> Tensor:
         """The directions of layers of one shape, whose matrices are `x`, [layer · group, unit, column]."""
         units, columns = x.shape[-2:]
-        factor = orthogonal.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
+        factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
         if self.even_lines:
             squares = [state["line_square"] for state in states]
-            fresh = orthogonal.mean_square_of_lines(factor).view(len(states), -1)
+            fresh = polar.mean_square_of_lines(factor).view(len(states), -1)
             means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
             put(squares, means, ok)
-            factor = orthogonal.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
-        longer = max(1.0, units / columns) ** 0.5
+            factor = polar.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
+        longer: float = max(1.0, units / columns) ** 0.5
         return (longer * factor).view(len(states), -1, columns)
 
     def _write(self, blocks: Sequence[Any], targets: Sequence[Tensor], directions: Tensor) -> None:

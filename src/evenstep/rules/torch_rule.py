@@ -117,7 +117,9 @@ class BaseRule:
     def mend(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Let the rule bring loaded state up to date, as torch's do with step counts that are plain numbers."""
         counted = {p: kept for p, kept in state.items() if isinstance(kept, dict) and "step" in kept}
+        defaults = dict(self.instance.defaults)  # torch adds one of its own, which the rule would add to our groups
         self.instance.__setstate__({"state": counted, "param_groups": [dict(group) for group in groups]})
+        self.instance.defaults = defaults
         self.instance.state, self.instance.param_groups = defaultdict(dict), []
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..coordinates.coordinates import Field, Schema
 from ..math.moments import accumulation_dtype
-from ..math.orthogonal import rows_are_longer
+from ..math.polar import rows_are_longer
 from ..parallel import dtensor
 from ..statistics.batch import LayerStatistics
 from .block import Block
