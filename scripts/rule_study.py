@@ -1,17 +1,18 @@
-"""Compare rules on a byte GPT, ResNet-like nets and a deep net without batch norm, side by side on one GPU.
+"""Compare rules on the tasks that `EvenStep` was tuned on, side by side on one GPU.
 
     python scripts/rule_study.py --data DIR --out FILE.jsonl gpt:evenstep:0.02:0 deep:muon:0.02:0
 
 A job is TASK:METHOD:LR:SEED. DIR holds cifar-10-batches-py and python-source.txt. Each job appends a record: held-out
-loss or accuracy, training loss, seconds.
+loss or accuracy, training loss, seconds. Jobs that are in the file already are not run again, and no job begins after
+`--budget` seconds.
 """
 
 import argparse
 import math
 import pickle
 import time
+from collections.abc import Callable, Iterator
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +24,73 @@ from torch.nn import functional as F
 import evenstep
 from evenstep.even_step import EvenStep
 from evenstep.lab import records
+from evenstep.lab.parallel_trials import CapturedStep, Work, round_robin
 from evenstep.rules.orthogonal import OrthogonalRule
 
-CONTEXT, GPT_BATCH, GPT_STEPS, WARM_UP = 256, 64, 800, 80
-BATCH, EPOCHS = 128, 5
+CONTEXT = 256
 
 
-# tasks
+# networks
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with heads of 64."""
+    """A pre-norm transformer block with heads of 64, or fewer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
+        self.head_size, self.causal = min(64, width // 3), causal
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, self.head_size)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-class GPT(nn.Module):
-    """A language model of bytes; weights are N(0, 0.02²), a block's output projections divided by √(2 · depth)."""
+def first_weights(model: nn.Module, depth: int) -> None:
+    """N(0, 0.02²), a block's output projections divided by √(2 · depth), biases 0."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.02 / (math.sqrt(2 * depth) if name.split(".")[-2] in ("out", "down") else 1))
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
 
-    def __init__(self, width: int = 384, depth: int = 6) -> None:
+
+class GPT(nn.Module):
+    """A language model of bytes."""
+
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, causal=True) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        for name, p in self.named_parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * depth) if name.split(".")[-2] in ("out", "down") else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        first_weights(self, depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
+
+
+class ViT(nn.Module):
+    """A vision transformer on patches of 4 x 4, with the mean of all positions in front of the head."""
+
+    def __init__(self, width: int = 192, depth: int = 6) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.place = nn.Parameter(0.02 * torch.randn(64, width))
+        self.blocks = nn.Sequential(*(Block(width, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+        patches = self.patches.weight.detach().clone()
+        first_weights(self, depth)
+        with torch.no_grad():
+            self.patches.weight.copy_(patches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT + self.place
+        return self.head(self.norm(self.blocks(x)).mean(1))
 
 
 class Residual(nn.Module):
@@ -103,44 +130,12 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-@cache
-def text(data: Path) -> Tensor:
-    return torch.from_numpy(np.fromfile(data / "python-source.txt", dtype=np.uint8)).cuda()
-
-
-@cache
-def images(data: Path) -> list[Tensor]:
-    """Standardized training images with labels, then those held out."""
-    found = []
-    for names in ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]):
-        parts = [pickle.loads((data / "cifar-10-batches-py" / name).read_bytes(), encoding="bytes") for name in names]
-        x = torch.from_numpy(np.concatenate([part[b"data"] for part in parts])).view(-1, 3, 32, 32).cuda().float()
-        found += [x, torch.tensor([label for part in parts for label in part[b"labels"]]).cuda()]
-    mean, std = found[0].mean((0, 2, 3), keepdim=True), found[0].std((0, 2, 3), keepdim=True)
-    return [(x - mean) / std if x.dim() == 4 else x for x in found]
-
-
-def augmented(x: Tensor) -> Tensor:
-    """A crop by 4 with reflection, and a flip, drawn for each image."""
-    count, device = len(x), x.device
-    padded = F.pad(x, (4, 4, 4, 4), mode="reflect")
-    rows = torch.randint(9, (count, 1), device=device) + torch.arange(32, device=device)
-    columns = torch.randint(9, (count, 1), device=device) + torch.arange(32, device=device)
-    columns = torch.where(torch.rand(count, 1, device=device) < 0.5, columns, columns.flip(1))
-    index = torch.arange(count, device=device)
-    return padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
-
-
 # methods
-
-
-class Variant(EvenStep):
-    """`EvenStep` with other coordinates or another rule."""
 
 
 def variant(steps: int = 5, even_lines: bool = True, conv: tuple[float, float] | None = None,
             dense: tuple[float, float] | None = None) -> type[EvenStep]:  # fmt: skip
-    """A class with this rule, and powers and centres for convolutions and dense layers."""
+    """`EvenStep` with this rule, and powers and centres for convolutions and dense layers."""
     fields: dict[str, Any] = {"rule": OrthogonalRule(steps, even_lines)}
     for name, pair in (("convolutions", conv), ("dense", dense)):
         if pair is not None:
@@ -149,92 +144,196 @@ def variant(steps: int = 5, even_lines: bool = True, conv: tuple[float, float] |
 
 
 PLAIN: dict[str, Any] = {"conv": (0, 0), "dense": (0, 0)}
-METHODS: dict[str, Any] = {
-    "muon": (variant(even_lines=False, **PLAIN), {"trust": None}),
-    "normuon": (variant(**PLAIN), {"trust": None}),
-    "evenstep": (EvenStep, {}),
-    "whitened": (variant(conv=(1, 1)), {}),
-    "half-mean": (variant(conv=(0.5, 0.5), dense=(0.5, 0.5)), {}),
-    "half": (variant(conv=(0.5, 0), dense=(0.5, 0)), {}),
-    "half-centred": (variant(conv=(0.5, 1), dense=(0.5, 1)), {}),
-    "four": (variant(steps=4), {}),
-    "three": (variant(steps=3), {}),
-    "no-head": (EvenStep, {"head": None}),
-    "m90": (EvenStep, {"momentum": 0.9}),
-    "unitstep": (evenstep.UnitStep, {}),
-    "adamw": (lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0), {}),
+HALF: dict[str, Any] = {"conv": (0.5, 0), "dense": (0.5, 0)}
+M90 = {"momentum": 0.9}
+# the optimizer, its options, and what becomes of each hidden matrix after its step
+METHODS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "muon": (variant(even_lines=False, **PLAIN), {"trust": None}, ""),
+    "normuon": (variant(**PLAIN), {"trust": None}, ""),
+    "muon-m90": (variant(even_lines=False, **PLAIN), {"trust": None, **M90}, ""),
+    "normuon-m90": (variant(**PLAIN), {"trust": None, **M90}, ""),
+    "evenstep": (EvenStep, {}, ""),
+    "m90": (EvenStep, M90, ""),
+    "m90-no-head": (EvenStep, {"head": None, **M90}, ""),
+    "m90-half": (variant(**HALF), M90, ""),
+    "m90-four": (variant(steps=4), M90, ""),
+    "m90-centred": (variant(conv=(1, 1), dense=(1, 1)), M90, ""),
+    "held-normuon": (variant(**PLAIN), {"trust": None, **M90}, "held"),
+    "held": (EvenStep, {"trust": None, **M90}, "held"),
+    "held-half": (variant(**HALF), {"trust": None, **M90}, "held"),
+    "held-muon": (variant(even_lines=False, **PLAIN), {"trust": None, **M90}, "held"),
+    "relative": (EvenStep, {"trust": None, **M90}, "relative"),
+    "unitstep": (evenstep.UnitStep, {}, ""),
 }
 
 
-def build(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    cls, options = METHODS[method]
-    return cls(model, lr=lr, **options)
+class Resized:
+    """Makes each hidden matrix's step `lr` times the matrix's first norm; "held" keeps that norm, too."""
+
+    def __init__(self, optimizer: EvenStep, how: str) -> None:
+        self.how, self.optimizer = how, optimizer
+        self.layers: list[Any] = []
+
+    def find(self) -> None:
+        blocks = [b for b in self.optimizer._plan.blocks if isinstance(b.rule, OrthogonalRule)]
+        self.layers = [b.parameters for b in blocks]
+        self.norms = torch._foreach_norm([p[0].detach() for p in self.layers])
+
+    def step(self, lr: Tensor) -> None:
+        before = [[p.detach().clone() for p in layer] for layer in self.layers]
+        self.optimizer.step()
+        if not self.how:
+            return
+        if not self.layers:
+            self.find()
+            return
+        for layer, olds, norm in zip(self.layers, before, self.norms, strict=True):
+            weight = layer[0].detach()
+            wanted = norm if self.how == "held" else olds[0].norm()
+            share = lr * wanted / (weight - olds[0]).norm().clamp(min=1e-12)
+            for p, old in zip(layer, olds, strict=True):
+                p.detach().copy_(old + share * (p.detach() - old))
+            if self.how == "held":
+                weight.mul_(norm / weight.norm())
+
+
+# tasks
+
+
+class ImageTask:
+    """CIFAR-10 with random crops and flips; held out is the accuracy on the test set."""
+
+    def __init__(self, build: Callable[[], nn.Module], epochs: int = 5, mixed: bool = False, warm_up: int = 0) -> None:
+        self.build, self.mixed, self.warm_up, self.steps = build, mixed, warm_up, epochs * (50_000 // 128)
+
+    def batches(self, data: Path, device: torch.device, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y, _, _ = images(data, device)
+        while True:
+            for rows in torch.randperm(len(x), generator=generator, device=device)[: len(x) // 128 * 128].split(128):
+                yield augmented(x[rows], generator), y[rows]
+
+    def held_out(self, predict: Callable[[Tensor], Tensor], data: Path, device: torch.device) -> dict[str, float]:
+        _, _, x, y = images(data, device)
+        right = sum((predict(a).argmax(1) == b).sum() for a, b in zip(x.split(1000), y.split(1000), strict=True))
+        return {"held_out_accuracy": float(right) / len(y)}
+
+
+class TextTask:
+    """Bytes of Python source; held out is the mean loss of 512 windows of its last fiftieth."""
+
+    def __init__(self, width: int, depth: int, steps: int = 800) -> None:
+        self.build, self.mixed, self.warm_up, self.steps = (lambda: GPT(width, depth)), True, steps // 10, steps
+
+    def windows(self, source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = source[starts[:, None] + torch.arange(CONTEXT + 1, device=source.device)].long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def batches(self, data: Path, device: torch.device, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        source = text(data, device)
+        last = len(source) * 49 // 50 - CONTEXT - 1
+        while True:
+            yield self.windows(source, torch.randint(last, (64,), generator=generator, device=device))
+
+    def held_out(self, predict: Callable[[Tensor], Tensor], data: Path, device: torch.device) -> dict[str, float]:
+        source = text(data, device)
+        starts = len(source) * 49 // 50 + torch.arange(512, device=device) * CONTEXT
+        pairs = [self.windows(source, part) for part in starts.split(64)]
+        losses = [F.cross_entropy(predict(x).flatten(0, -2), y.flatten()) for x, y in pairs]
+        return {"held_out_loss": float(torch.stack(losses).mean())}
+
+
+TASKS: dict[str, ImageTask | TextTask] = {
+    "resnet-bn": ImageTask(lambda: resnet(True)),
+    "resnet": ImageTask(lambda: resnet(False)),
+    "deep": ImageTask(deep),
+    "vit": ImageTask(ViT, epochs=20, mixed=True, warm_up=390),
+    "gpt": TextTask(384, 6),
+    "gpt-192": TextTask(192, 6),
+    "gpt-1024": TextTask(1024, 8, steps=1500),
+}
+
+
+@cache
+def text(data: Path, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.fromfile(data / "python-source.txt", dtype=np.uint8)).to(device)
+
+
+@cache
+def images(data: Path, device: torch.device) -> list[Tensor]:
+    """Standardized training images with labels, then those held out."""
+    found = []
+    for names in ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]):
+        parts = [pickle.loads((data / "cifar-10-batches-py" / name).read_bytes(), encoding="bytes") for name in names]
+        x = torch.from_numpy(np.concatenate([part[b"data"] for part in parts])).view(-1, 3, 32, 32).to(device).float()
+        found += [x, torch.tensor([label for part in parts for label in part[b"labels"]], device=device)]
+    mean, std = found[0].mean((0, 2, 3), keepdim=True), found[0].std((0, 2, 3), keepdim=True)
+    return [(x - mean) / std if x.dim() == 4 else x for x in found]
+
+
+def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A crop by 4 with reflection, and a flip, drawn for each image."""
+    count, device = len(x), x.device
+    padded = F.pad(x, (4, 4, 4, 4), mode="reflect")
+    places = torch.randint(9, (2, count, 1), generator=generator, device=device) + torch.arange(32, device=device)
+    flips = torch.rand(count, 1, generator=generator, device=device) < 0.5
+    rows, columns = places[0], torch.where(flips, places[1].flip(1), places[1])
+    index = torch.arange(count, device=device)
+    return padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 # training
 
-
-def train(job: tuple[str, str, float, int, Path]) -> dict[str, Any]:
-    """Held-out loss or accuracy, training loss and seconds of one job."""
-    task, method, lr, seed, data = job
-    torch.manual_seed(seed)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    begin = time.perf_counter()
-    run = train_gpt if task.startswith("gpt") else train_images
-    with torch.device("cuda"):
-        model = GPT(*map(int, task.split("-")[1:])) if task.startswith("gpt") else {
-            "deep": deep, "resnet-bn": lambda: resnet(True), "resnet": lambda: resnet(False)
-        }[task]()  # fmt: skip
-    found = run(model, build(method, model, lr), data)
-    return {**found, "seconds": time.perf_counter() - begin}
+Job = tuple[str, str, float, int]
 
 
-def train_gpt(model: nn.Module, optimizer: torch.optim.Optimizer, data: Path) -> dict[str, float]:
-    source = text(data)
-    cut, base = len(source) * 49 // 50, [group["lr"] for group in optimizer.param_groups]
-    window, losses = torch.arange(CONTEXT + 1, device="cuda"), []
+def train(job: Job, data: Path, device: torch.device, most: int | None = None) -> Work[tuple[Job, dict[str, Any]]]:
+    """Train one network in steps; held-out loss or accuracy, training loss and seconds of one job."""
+    task, (cls, options, resized), begin = TASKS[job[0]], METHODS[job[1]], time.perf_counter()
+    torch.manual_seed(job[3])
+    with torch.device(device):
+        model = task.build()
+    lr = torch.tensor(job[2], device=device)
+    optimizer = cls(model, lr=lr if not resized else torch.tensor(0.02, device=device), capturable=True, **options)
+    steps = min(task.steps, most or task.steps)
+    resize, loss_now, losses = Resized(optimizer, resized), torch.zeros((), device=device), []
+    rates = [(group["lr"], group["lr"].clone()) for group in optimizer.param_groups]
+    relative = lr.clone()
 
-    def loss_of(starts: Tensor) -> Tensor:
-        tokens = source[starts[:, None] + window].long()
-        with torch.autocast("cuda", torch.bfloat16):
-            return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def predict(x: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=task.mixed):
+            return model(x).float()
 
-    for k in range(GPT_STEPS):
-        rate = min((k + 1) / WARM_UP, (GPT_STEPS - k) / (GPT_STEPS - WARM_UP))
-        for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * rate
+    def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
-        loss = loss_of(torch.randint(cut - CONTEXT - 1, (GPT_BATCH,), device="cuda"))
+        loss = F.cross_entropy(predict(x).flatten(0, -2), y.flatten())
         loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    with torch.no_grad():
-        starts = cut + torch.arange(512, device="cuda") * CONTEXT
-        held_out = sum(float(loss_of(part)) for part in starts.split(64)) / 8
-    return {"held_out_loss": held_out, "training_loss": float(torch.stack(losses[-50:]).mean())}
+        with torch.no_grad():
+            resize.step(relative)
+        loss_now.copy_(loss.detach())
 
-
-def train_images(model: nn.Module, optimizer: torch.optim.Optimizer, data: Path) -> dict[str, float]:
-    x, y, test_x, test_y = images(data)
-    steps, losses = EPOCHS * (len(x) // BATCH), []
-    base = [group["lr"] for group in optimizer.param_groups]
-    for k in range(steps):
-        if k % (steps // EPOCHS) == 0:
-            order, losses = torch.randperm(len(x), device="cuda"), []
-        for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * (1 - k / steps)
-        rows = order[k % (steps // EPOCHS) * BATCH :][:BATCH]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(augmented(x[rows])), y[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    run = CapturedStep(step) if device.type == "cuda" else step
+    generator = torch.Generator(device).manual_seed(job[3])
+    for k, (x, y) in zip(range(steps), task.batches(data, device, generator), strict=False):
+        rate = min((k + 1) / max(1, task.warm_up), (steps - k) / (steps - task.warm_up))
+        for now, base in [*rates, (relative, lr)]:
+            now.copy_(base * rate)
+        run(x, y)
+        if k >= steps - max(1, min(390, steps // 16)):
+            losses.append(loss_now.clone())
+        yield
     model.eval()
     with torch.no_grad():
-        right = sum(
-            int((model(a).argmax(1) == b).sum()) for a, b in zip(test_x.split(1000), test_y.split(1000), strict=True)
-        )
-    return {"held_out_accuracy": right / len(test_y), "training_loss": float(torch.stack(losses).mean())}
+        found = task.held_out(predict, data, device)
+    training = float(torch.stack(losses).mean())
+    return job, {**found, "training_loss": training, "seconds": time.perf_counter() - begin}
+
+
+def guarded(job: Job, *args: Any) -> Work[tuple[Job, dict[str, Any]]]:
+    """A job with its result, or its error: one job's failure must not lose the others."""
+    try:
+        return (yield from train(job, *args))
+    except Exception as error:
+        return job, {"error": f"{type(error).__name__}: {error}"[:400]}
 
 
 def main() -> None:
@@ -242,24 +341,28 @@ def main() -> None:
     parser.add_argument("jobs", nargs="+", metavar="TASK:METHOD:LR:SEED")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--processes", type=int, default=5)
-    args = parser.parse_args()
-    jobs = [
-        (task, method, float(lr), int(seed), args.data) for task, method, lr, seed in (j.split(":") for j in args.jobs)
-    ]
-    with get_context("spawn").Pool(args.processes) as pool:
-        for job, found in pool.imap_unordered(guarded, jobs):
-            config = {"study": "rules", "task": job[0], "method": job[1], "lr": job[2]}
-            records.append(args.out, records.make(config, job[3], found, torch.device("cuda")))
-            print(*job[:4], {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}, flush=True)
+    parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--budget", type=float, default=math.inf)
+    parser.add_argument("--steps", type=int, help="end each training early, to see that it runs")
+    args, begin = parser.parse_args(), time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    known = [(*(r["config"][k] for k in ("task", "method", "lr")), r["seed"]) for r in (records.read(args.out) if args.out.exists() else [])]
+    split = [job.split(":") for job in dict.fromkeys(args.jobs)]
+    jobs = [(task, method, float(lr), int(seed)) for task, method, lr, seed in split]
 
+    for task in {job[0] for job in jobs}:  # before there are streams that would not wait for it
+        (text if isinstance(TASKS[task], TextTask) else images)(args.data, device)
 
-def guarded(job: Any) -> tuple[Any, dict[str, Any]]:
-    """A job with its result, or its error."""
-    try:
-        return job, train(job)
-    except Exception as error:  # one job's failure must not lose the others
-        return job, {"error": repr(error)[:300]}
+    def works() -> Iterator[Any]:
+        for job in jobs:
+            if job not in known and time.perf_counter() - begin < args.budget:
+                yield guarded(job, args.data, device, args.steps)
+
+    for job, found in round_robin(works(), device, args.at_once):
+        config = {"study": "rules", **dict(zip(("task", "method", "lr"), job, strict=False))}
+        records.append(args.out, records.make(config, job[3], found, device))
+        print(*job, {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}, flush=True)
 
 
 if __name__ == "__main__":
