@@ -54,7 +54,11 @@ def first_weights(model: nn.Module, depth: int) -> None:
     """N(0, 0.02²), a block's output projections divided by √(2 · depth), biases 0."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            nn.init.normal_(p, std=0.02 / (math.sqrt(2 * depth) if name.split(".")[-2] in ("out", "down") else 1))
+            nn.init.normal_(
+                p,
+                std=0.02
+                / (math.sqrt(2 * depth) if name.rpartition(".")[0].rpartition(".")[2] in ("out", "down") else 1),
+            )
         elif name.endswith("bias"):
             nn.init.zeros_(p)
 
@@ -133,68 +137,45 @@ def deep() -> nn.Module:
 # methods
 
 
-def variant(steps: int = 5, even_lines: bool = True, conv: tuple[float, float] | None = None,
-            dense: tuple[float, float] | None = None) -> type[EvenStep]:  # fmt: skip
-    """`EvenStep` with this rule, and powers and centres for convolutions and dense layers."""
-    fields: dict[str, Any] = {"rule": OrthogonalRule(steps, even_lines)}
-    for name, pair in (("convolutions", conv), ("dense", dense)):
-        if pair is not None:
-            fields[name] = {"power": pair[0], "centre": pair[1]}
-    return type("Variant", (EvenStep,), fields)
+class NorMuon(OrthogonalRule):
+    """The rule without balls: a step is lr · √max(1, units/inputs) times the polar factor, its norm kept."""
+
+    def state(self, momentum: float) -> Any:
+        return {name: field for name, field in super().state(momentum).items() if name != "radius"}
+
+    def _radii(self, step: Any, ok: Tensor | None) -> list[Tensor]:
+        return [torch.full((b.groups,), (b.units / b.groups) ** 0.5, device=b.weight.device) for b in step.blocks]
 
 
-PLAIN: dict[str, Any] = {"conv": (0, 0), "dense": (0, 0)}
-HALF: dict[str, Any] = {"conv": (0.5, 0), "dense": (0.5, 0)}
-M90 = {"momentum": 0.9}
-# the optimizer, its options, and what becomes of each hidden matrix after its step
-METHODS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "muon": (variant(even_lines=False, **PLAIN), {"trust": None}, ""),
-    "normuon": (variant(**PLAIN), {"trust": None}, ""),
-    "muon-m90": (variant(even_lines=False, **PLAIN), {"trust": None, **M90}, ""),
-    "normuon-m90": (variant(**PLAIN), {"trust": None, **M90}, ""),
-    "evenstep": (EvenStep, {}, ""),
-    "m90": (EvenStep, M90, ""),
-    "m90-no-head": (EvenStep, {"head": None, **M90}, ""),
-    "m90-half": (variant(**HALF), M90, ""),
-    "m90-four": (variant(steps=4), M90, ""),
-    "m90-centred": (variant(conv=(1, 1), dense=(1, 1)), M90, ""),
-    "held-normuon": (variant(**PLAIN), {"trust": None, **M90}, "held"),
-    "held": (EvenStep, {"trust": None, **M90}, "held"),
-    "held-half": (variant(**HALF), {"trust": None, **M90}, "held"),
-    "held-muon": (variant(even_lines=False, **PLAIN), {"trust": None, **M90}, "held"),
-    "relative": (EvenStep, {"trust": None, **M90}, "relative"),
-    "unitstep": (evenstep.UnitStep, {}, ""),
+def variant(
+    conv: tuple[float, float], dense: tuple[float, float], rule: OrthogonalRule | None = None
+) -> type[EvenStep]:
+    """`EvenStep` with these powers of α and shares of the mean for convolutions and dense layers, or another rule."""
+    names = "convolutions", "dense"
+    fields: dict[str, Any] = {
+        name: {"power": p, "centre": c} for name, (p, c) in zip(names, (conv, dense), strict=True)
+    }
+    return type("Variant", (EvenStep,), {**fields, "rule": rule or EvenStep.rule})
+
+
+normuon = variant((0, 0), (0, 0), NorMuon(steps=5))
+# the optimizer and its options
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "evenstep": (EvenStep, {}),
+    "normuon": (normuon, {"trust": None, "momentum": 0.95}),
+    "normuon-m90": (normuon, {"trust": None}),
+    "whitened": (variant((1, 1), (1, 1)), {}),
+    "half": (variant((0.5, 0), (0.5, 0)), {}),
+    "plain": (variant((0, 0), (0, 0)), {}),
+    "half-whitened": (variant((0.5, 0), (1, 1)), {}),
+    "no-radius": (variant((0.5, 0), (1, 1), NorMuon()), {}),
+    "five": (variant((1, 1), (1, 1), OrthogonalRule(steps=5)), {}),
+    "three": (variant((1, 1), (1, 1), OrthogonalRule(steps=3)), {}),
+    "no-head": (EvenStep, {"head": None}),
+    "m95": (EvenStep, {"momentum": 0.95}),
+    "no-trust": (EvenStep, {"trust": None}),
+    "unitstep": (evenstep.UnitStep, {}),
 }
-
-
-class Resized:
-    """Makes each hidden matrix's step `lr` times the matrix's first norm; "held" keeps that norm, too."""
-
-    def __init__(self, optimizer: EvenStep, how: str) -> None:
-        self.how, self.optimizer = how, optimizer
-        self.layers: list[Any] = []
-
-    def find(self) -> None:
-        blocks = [b for b in self.optimizer._plan.blocks if isinstance(b.rule, OrthogonalRule)]
-        self.layers = [b.parameters for b in blocks]
-        self.norms = torch._foreach_norm([p[0].detach() for p in self.layers])
-
-    def step(self, lr: Tensor) -> None:
-        before = [[p.detach().clone() for p in layer] for layer in self.layers]
-        self.optimizer.step()
-        if not self.how:
-            return
-        if not self.layers:
-            self.find()
-            return
-        for layer, olds, norm in zip(self.layers, before, self.norms, strict=True):
-            weight = layer[0].detach()
-            wanted = norm if self.how == "held" else olds[0].norm()
-            share = lr * wanted / (weight - olds[0]).norm().clamp(min=1e-12)
-            for p, old in zip(layer, olds, strict=True):
-                p.detach().copy_(old + share * (p.detach() - old))
-            if self.how == "held":
-                weight.mul_(norm / weight.norm())
 
 
 # tasks
@@ -288,16 +269,15 @@ Job = tuple[str, str, float, int]
 
 def train(job: Job, data: Path, device: torch.device, most: int | None = None) -> Work[tuple[Job, dict[str, Any]]]:
     """Train one network in steps; held-out loss or accuracy, training loss and seconds of one job."""
-    task, (cls, options, resized), begin = TASKS[job[0]], METHODS[job[1]], time.perf_counter()
+    task, (cls, options), begin = TASKS[job[0]], METHODS[job[1]], time.perf_counter()
     torch.manual_seed(job[3])
     with torch.device(device):
         model = task.build()
     lr = torch.tensor(job[2], device=device)
-    optimizer = cls(model, lr=lr if not resized else torch.tensor(0.02, device=device), capturable=True, **options)
+    optimizer = cls(model, lr=lr, capturable=True, **options)
     steps = min(task.steps, most or task.steps)
-    resize, loss_now, losses = Resized(optimizer, resized), torch.zeros((), device=device), []
+    loss_now, losses = torch.zeros((), device=device), []
     rates = [(group["lr"], group["lr"].clone()) for group in optimizer.param_groups]
-    relative = lr.clone()
 
     def predict(x: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=task.mixed):
@@ -307,15 +287,14 @@ def train(job: Job, data: Path, device: torch.device, most: int | None = None) -
         optimizer.zero_grad()
         loss = F.cross_entropy(predict(x).flatten(0, -2), y.flatten())
         loss.backward()
-        with torch.no_grad():
-            resize.step(relative)
+        optimizer.step()
         loss_now.copy_(loss.detach())
 
     run = CapturedStep(step) if device.type == "cuda" else step
     generator = torch.Generator(device).manual_seed(job[3])
     for k, (x, y) in zip(range(steps), task.batches(data, device, generator), strict=False):
         rate = min((k + 1) / max(1, task.warm_up), (steps - k) / (steps - task.warm_up))
-        for now, base in [*rates, (relative, lr)]:
+        for now, base in rates:
             now.copy_(base * rate)
         run(x, y)
         if k >= steps - max(1, min(390, steps // 16)):
@@ -347,7 +326,10 @@ def main() -> None:
     args, begin = parser.parse_args(), time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    known = [(*(r["config"][k] for k in ("task", "method", "lr")), r["seed"]) for r in (records.read(args.out) if args.out.exists() else [])]
+    known = [
+        (*(r["config"][k] for k in ("task", "method", "lr")), r["seed"])
+        for r in (records.read(args.out) if args.out.exists() else [])
+    ]
     split = [job.split(":") for job in dict.fromkeys(args.jobs)]
     jobs = [(task, method, float(lr), int(seed)) for task, method, lr, seed in split]
 

@@ -22,14 +22,16 @@ from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
 @explained
 class EvenStep(CoordinateOptimizer):
-    """The one to try first: orthogonalized momentum in whitened coordinates, with guards.
+    """The one to try first: orthogonalized momentum in whitened coordinates, relative to the weights, with guards.
 
     Every layer but the head is a matrix [unit, inputs · kernel + 1] that moves along the polar factor of its momentum:
-    no direction takes longer steps than another. Convolutions are whitened by the square root of α and keep their
-    inputs' means; other layers are whitened whole. Steps have the size that Muon's have, √max(1, units/inputs) · lr.
+    no direction takes longer steps than another. A step is `lr` times as long as the weights may be: a matrix keeps
+    within its norm before the first step, or rows of length 1 where that is more. So one lr serves layers of any size.
 
     The head, embeddings, norms, vectors and layers with one unit or input in a group are moved by AdamW at `plain_lr`.
     The head is the layer that was called last in the first forward pass.
+
+    State: one momentum buffer, one float per row or column of a layer, two per input; two buffers where AdamW moves.
     """
 
     coordinates = PlainSize
@@ -44,7 +46,7 @@ class EvenStep(CoordinateOptimizer):
         lr: float | Tensor = 0.02,
         *,
         model: nn.Module | None = None,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         weight_decay: float = 0.0,
         decay: float = 0.99,
         damping: float = 0.1,
@@ -59,9 +61,10 @@ class EvenStep(CoordinateOptimizer):
         capturable: bool = False,
         process_group: Any = None,
     ) -> None:
+        defaults = options.for_groups(locals())
         adamw = BaseRule(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
         self._rest = TorchRule(adamw, adamw, own_options=True)
-        super().__init__(params, options.for_groups(locals()), model, process_group)
+        super().__init__(params, defaults, model, process_group)
 
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """Matrices of hidden layers are orthogonalized; all else is for AdamW."""

@@ -28,13 +28,13 @@ class Field(NamedTuple):
     """A tensor of the optimizer's state: what it has one number for, and whether it may be negative.
 
     A "parameter" field is shaped like the parameter and sharded as it is, in its dtype unless it is `wide`; "count" is
-    one number beside each parameter. All other fields belong to the weight of a block: one number per "layer", "input"
-    or "output" of the layer, the same on all ranks, or one per "unit" of the weight, sharded as its rows are. A
+    one number beside each parameter. All other fields belong to the weight of a block: one number per "layer", "group",
+    "input" or "output" of the layer, the same on all ranks, or one per "unit" of the weight, sharded as its rows are. A
     "matrix" is the whole block, [unit, inputs · kernel + biases], sharded by rows; a "line" is a row of it, or a column
     where there are more of those. What is not in the parameter's dtype is in float32 or better.
     """
 
-    per: Literal["parameter", "count", "layer", "input", "output", "unit", "matrix", "line"]
+    per: Literal["parameter", "count", "layer", "group", "input", "output", "unit", "matrix", "line"]
     nonnegative: bool = False
     wide: bool = False
     initial: float = 0.0

@@ -60,6 +60,11 @@ def unit_step(package: Any, model: nn.Module) -> Optimizer:
     return cls(model, lr=LR, momentum=MOMENTUM)
 
 
+def even_step(package: Any, model: nn.Module) -> Optimizer:
+    """EvenStep as version 0.2 has it."""
+    return importlib.import_module(f"{package.__name__}.even_step").EvenStep(model, lr=RULE_LR)
+
+
 CONTENDERS = {
     "sgd": Contender(sgd),
     "batch-norm": Contender(sgd),  # on the network with batch norm
@@ -67,6 +72,7 @@ CONTENDERS = {
     "muon": Contender(lambda _, model: MuonAndAdamW(model)),
     "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
     "unitstep": Contender(unit_step, ours=True),
+    "evenstep": Contender(even_step),
     "whitened-adamw": Contender(
         lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
         base="adamw-fused",

@@ -1,4 +1,4 @@
-"""Orthogonalized momentum: all directions of a layer's matrix take steps of one length."""
+"""Orthogonalized momentum: all directions of a layer's matrix take steps of one length, relative to the matrix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
 
 @dataclass(frozen=True)
 class OrthogonalRule(Rule):
-    """Nesterov momentum on v, its polar factor, rows or columns of even mean square, times √max(1, units/inputs).
+    """Nesterov momentum on v, its polar factor, rows or columns of even mean square; steps relative to the weights.
 
     The gradient of a wide layer is nearly of rank one, and a rule that steps each unit by itself moves all of them the
     same way. The polar factor has equal singular values instead. A layer is one matrix [unit, inputs · kernel], with
     the bias as a column; a layer in groups is one matrix per group.
 
-    `steps` are those of the Newton–Schulz iteration; without `even_lines` the rule is Muon's.
+    Each matrix of weights stays in a ball, and its step is lr times the ball's radius long. The radius is the matrix's
+    norm before the first step, at least √units: rows of length 1. `steps` are those of the Newton–Schulz iteration.
     """
 
-    steps: int = 5
-    even_lines: bool = True
+    steps: int = 4
 
     linear = False
     own_rate = True
@@ -39,28 +39,31 @@ class OrthogonalRule(Rule):
         return True
 
     def state(self, momentum: float) -> Schema:
-        """Momentum of the matrix, and mean squares of its rows, or of its columns where there are more of them."""
-        lines: Schema = {"line_square": Field("line", nonnegative=True)} if self.even_lines else {}
-        return {"momentum_buffer": Field("matrix"), **lines}
+        """Momentum, mean squares of the matrix's rows, or of its columns where there are more of them, and radii."""
+        return {
+            "momentum_buffer": Field("matrix"),
+            "line_square": Field("line", nonnegative=True),
+            "radius": Field("group", nonnegative=True),
+        }
 
     def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
         """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
         if not steps:
             return
-        state, taken = steps[0].state, [[q for (q,) in step.stand_ins()] for step in steps]
-        by_shape: dict[Any, list[tuple[Any, Tensor, Tensor]]] = {}
-        for step, matrices in zip(steps, taken, strict=True):
+        targets = [[q for (q,) in step.stand_ins()] for step in steps]
+        by_shape: dict[Any, list[Layer]] = {}
+        for step, matrices in zip(steps, targets, strict=True):
             ahead = self._ahead(step, [q.grad for q in matrices if q.grad is not None], ok)
-            for block, q, matrix in zip(step.blocks, matrices, ahead, strict=True):
+            radii = self._radii(step, ok)
+            parts = zip(step.blocks, matrices, ahead, radii, step.column_scales(), strict=True)
+            for block, q, matrix, radius, scale in parts:
                 if dtensor.sharded(block.weight):
                     matrix = gathered(block.weight, matrix)
-                key = block.groups, matrix.shape, matrix.device, matrix.dtype
-                by_shape.setdefault(key, []).append((block, q.detach(), matrix))
-        for (groups, *_), some in by_shape.items():
-            blocks, targets, matrices = (list(column) for column in zip(*some, strict=True))
-            x = torch.cat([m.view(groups, -1, m.shape[1]) for m in matrices])
-            self._write(blocks, targets, self._direction(x, groups, [state[b.weight] for b in blocks], ok))
-        for step, matrices in zip(steps, taken, strict=True):
+                layer = Layer(block, step.state[block.weight], q.detach(), matrix, radius, scale)
+                by_shape.setdefault((block.groups, matrix.shape, matrix.device, matrix.dtype), []).append(layer)
+        for layers in by_shape.values():
+            self._write(layers, self._directions(layers, ok))
+        for step, matrices in zip(steps, targets, strict=True):
             step.take([[q.detach()] for q in matrices])
 
     def _ahead(self, step: RuleStep, grads: list[Tensor], ok: Tensor | None) -> list[Tensor]:
@@ -72,25 +75,88 @@ class OrthogonalRule(Rule):
         put(buffers, means, ok)
         return list(torch._foreach_lerp(grads, means, momentum))
 
-    def _direction(self, x: Tensor, groups: int, states: Sequence[dict[str, Tensor]], ok: Tensor | None) -> Tensor:
-        """The directions of layers of one shape, whose matrices are `x`, [layer · group, unit, column]."""
-        units, columns = x.shape[-2:]
-        factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
-        if self.even_lines:
-            squares = [state["line_square"] for state in states]
-            fresh = polar.mean_square_of_lines(factor).view(len(states), -1)
-            means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
-            put(squares, means, ok)
-            factor = polar.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
-        longer: float = max(1.0, units / columns) ** 0.5
-        return (longer * factor).view(len(states), -1, columns)
+    def _radii(self, step: RuleStep, ok: Tensor | None) -> list[Tensor]:
+        """Bring matrices back into their balls; the radii of each layer's groups.
 
-    def _write(self, blocks: Sequence[Any], targets: Sequence[Tensor], directions: Tensor) -> None:
-        """Write steps of these directions over `targets`: weights and biases have stepsizes of their own."""
-        for block, target, step in zip(blocks, targets, directions, strict=True):
+        This is done before a step rather than after it, so that nothing but the step itself follows the guards.
+        """
+        state = [step.state[block.weight]["radius"] for block in step.blocks]
+        norms = matrix_norms(step.blocks)
+        least = [(block.units / block.groups) ** 0.5 for block in step.blocks]
+        radii = [torch.where(r > 0, r, n.clamp(min=low)) for r, n, low in zip(state, norms, least, strict=True)]
+        put(state, radii, ok)
+        for block, radius, norm in zip(step.blocks, radii, norms, strict=True):
+            shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+            shrink = shrink if ok is None else torch.where(ok, shrink, 1)
+            weight = dtensor.local(block.weight).detach()
+            if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
+                rows = shrink[group_of_rows(block)] if block.rows_as_groups else shrink
+                shrink = block.unmatrix(rows[:, None, None, None].expand(block.matrix(weight).shape))
+            weight.mul_(shrink)
+        return radii
+
+    def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:
+        """Steps at lr 1 of layers of one shape, [layer · group, unit, column]."""
+        groups = layers[0].block.groups
+        x = torch.cat([layer.matrix.view(groups, -1, layer.matrix.shape[1]) for layer in layers])
+        factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
+        squares = [layer.state["line_square"] for layer in layers]
+        fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
+        means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
+        put(squares, means, ok)
+        factor = polar.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
+        lengths = torch.cat([layer.length_on_w(part) for layer, part in zip(layers, factor.split(groups), strict=True)])
+        radii = torch.cat([layer.radius for layer in layers])
+        return factor * (radii / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
+
+    def _write(self, layers: "Sequence[Layer]", directions: Tensor) -> None:
+        """Write the steps where the optimizer looks for them: weights and biases have stepsizes of their own."""
+        for layer, step in zip(layers, directions.view(len(layers), -1, directions.shape[-1]), strict=True):
+            block, target = layer.block, layer.target
             own = dtensor.part(step, block.weight) if dtensor.sharded(block.weight) else step
             rate, *bias_rates = block.rates()
             torch.mul(own, -rate, out=target)
             for k, bias_rate in enumerate(bias_rates, target.shape[1] - len(bias_rates)):
                 if bias_rate is not rate and (isinstance(rate, Tensor) or bias_rate != rate):
                     target[:, k] = own[:, k] * -bias_rate
+
+
+@dataclass
+class Layer:
+    """One layer in a step: its block and state, where its step goes, the matrix to orthogonalize, all of its rows.
+
+    `scale` is how far each column of the matrix moves weights, [group, 1, column] without biases (None: 1).
+    """
+
+    block: Any
+    state: dict[str, Tensor]
+    target: Tensor
+    matrix: Tensor
+    radius: Tensor
+    scale: Tensor | None
+
+    def length_on_w(self, step: Tensor) -> Tensor:
+        """The norm of the weights' step for each group. A layer without bias moves a little less along its mean."""
+        columns = step.shape[-1] - len(self.block.biases)
+        weights = step[..., :columns] if self.scale is None else step[..., :columns] * self.scale
+        return torch.linalg.vector_norm(weights, dim=(-2, -1))
+
+
+def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
+    """The norm of each matrix of weights: [group] for each block, over all ranks."""
+    found = []
+    for block in blocks:
+        weight = dtensor.local(block.weight).detach()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if not dtensor.sharded(block.weight):
+            found.append(torch.linalg.vector_norm(block.matrix(weight), dim=(1, 2, 3), dtype=wide))
+            continue
+        squares = torch.linalg.vector_norm(block.matrix(weight).flatten(2), dim=2, dtype=wide).square().flatten()
+        sums = squares.new_zeros(block.groups).index_add_(0, group_of_rows(block), squares)
+        found.append(dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt())
+    return found
+
+
+def group_of_rows(block: Any) -> Tensor:
+    """The group of each row that this rank has of a sharded layer."""
+    return dtensor.row_numbers(block.weight) // (block.units // block.groups)

@@ -65,6 +65,9 @@ class RuleStep(Protocol):
     def unit_length2(self) -> Tensor:
         """Squared length of each unit in these coordinates."""
 
+    def column_scales(self) -> list[Tensor | None]:
+        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
+
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
 

@@ -36,6 +36,8 @@ def shape_of(field: Field, block: Block, stage: LayerStatistics | None, p: Tenso
     if field.per in ("input", "output"):
         assert stage is not None
         return torch.Size([stage.inputs if field.per == "input" else stage.units])
+    if field.per == "group":
+        return torch.Size([block.groups])
     units, columns = block.units, block.weight.numel() // max(1, block.units) + len(block.biases)
     if field.per == "matrix":
         return torch.Size([units, columns])

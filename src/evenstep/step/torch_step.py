@@ -201,6 +201,15 @@ class TorchStep:
         rows = [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)]
         return OnV(weights, torch.stack(rows) if rows else None)
 
+    def column_scales(self) -> list[Tensor | None]:
+        """α β of each column of the blocks' matrices."""
+        scales = [None if c.inputs is None else c.inputs.alpha * c.inputs.beta for c in self.scales]
+        kernels = [block.matrix(dtensor.local(block.weight)).shape[3] for block in self.blocks]
+        return [
+            None if s is None else s.repeat_interleave(kernel, 1).unsqueeze(1)
+            for s, kernel in zip(scales, kernels, strict=True)
+        ]
+
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
         (weights, biases), found = self.on_v, []

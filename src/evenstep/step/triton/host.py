@@ -108,6 +108,7 @@ class TritonStep:
         self.captured = False  # whether a CUDA graph holds its addresses
         shapes = shapes_table(blocks, stages, self._rule_rows())
         self.width, self.total = place(shapes)
+        self.bases = [row[spec.BASE] for row in shapes]
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
         self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
         self.addresses = HostTable(count, spec.ADDRESSES, torch.int64, self.device)
@@ -293,6 +294,19 @@ class TritonStep:
             self.rule_total = start + memory_gap(units * gap) if together else bias + memory_gap(units * biased)
             gaps.append((gap, gap if together else 1))
         return gaps
+
+    def column_scales(self) -> list[Tensor | None]:
+        """α β of each column of the blocks' matrices, as the frames have left them."""
+        found: list[Tensor | None] = []
+        for k, (block, begin) in enumerate(zip(self.blocks, self.bases, strict=True)):
+            groups, _, inputs, kernel = block.matrix(block.weight).shape
+            if block.treatment != "whitened":
+                found.append(None)
+                continue
+            alpha = self.vectors[spec.ALPHA, begin : begin + groups * inputs].view(groups, inputs)
+            scale = alpha * self.layers[k, spec.BETA]
+            found.append(scale.repeat_interleave(kernel, 1).unsqueeze(1))
+        return found
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
