@@ -68,11 +68,13 @@ class EvenStep(CoordinateOptimizer):
 
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """Matrices of hidden layers are orthogonalized; all else is for AdamW."""
-        if entry is None or alone or min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
-            kind = Coordinates if entry is None or alone else self.coordinates
-            return self._kept(kind, self._rest), self._rest, True
-        if not entry.slot.input_visible:
-            return super()._choose(group, entry, alone)
+        if entry is None or alone:
+            return self._kept(Coordinates, self._rest), self._rest, True
+        visible = entry.slot.input_visible
+        if min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
+            return self._kept(self.coordinates if visible else Coordinates, self._rest), self._rest, True
+        if not visible:
+            return self._kept(Coordinates, self.rule), self.rule, False
         settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
         return self._kept(self.coordinates, self.rule, **settings), self.rule, False
 
@@ -85,7 +87,8 @@ class EvenStep(CoordinateOptimizer):
         if self._statistics is None or any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        names = [entry.name for entry, layer in self._statistics.items() if layer is last or last is None]
+        seen = [(entry.name, layer) for entry, layer in self._statistics.items() if entry.slot.input_visible]
+        names = [name for name, layer in seen if layer is last or last is None]
         return names[-1] if names else None
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:

@@ -98,20 +98,20 @@ class OrthogonalRule(Rule):
     def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:
         """Steps at lr 1 of layers of one shape, [layer · group, unit, column]."""
         groups = layers[0].block.groups
-        x = torch.cat([layer.matrix.view(groups, -1, layer.matrix.shape[1]) for layer in layers])
+        x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
         factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
         squares = [layer.state["line_square"] for layer in layers]
         fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
         put(squares, means, ok)
-        factor = polar.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
+        factor = polar.normalize_lines(factor, torch.cat([s.reshape(groups, -1) for s in means]))
         lengths = torch.cat([layer.length_on_w(part) for layer, part in zip(layers, factor.split(groups), strict=True)])
         radii = torch.cat([layer.radius for layer in layers])
         return factor * (radii / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
 
     def _write(self, layers: "Sequence[Layer]", directions: Tensor) -> None:
         """Write the steps where the optimizer looks for them: weights and biases have stepsizes of their own."""
-        for layer, step in zip(layers, directions.view(len(layers), -1, directions.shape[-1]), strict=True):
+        for layer, step in zip(layers, directions.reshape(len(layers), -1, directions.shape[-1]), strict=True):
             block, target = layer.block, layer.target
             own = dtensor.part(step, block.weight) if dtensor.sharded(block.weight) else step
             rate, *bias_rates = block.rates()

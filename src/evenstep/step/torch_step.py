@@ -87,7 +87,6 @@ class TorchStep:
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        # gradients first: a compiler that meets parameters as keys of the state would guard each gradient
         grads = [gradient(p).to(self.dtype) for p in self.parameters]
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
