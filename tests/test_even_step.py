@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import oracle
 from cases import LAYERS
-from evenstep.even_step import EvenStep
+from evenstep import EvenStep
 from evenstep.math import polar
 from helpers import UNGUARDED, descend, fit, randn
 

@@ -99,7 +99,8 @@ class OrthogonalRule(Rule):
         """Steps at lr 1 of layers of one shape, [layer · group, unit, column]."""
         groups = layers[0].block.groups
         x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
-        factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
+        narrow = x.is_cuda and x.dtype != torch.float64  # GPUs multiply in bfloat16 many times as fast
+        factor = polar.polar(x.bfloat16() if narrow else x, self.steps).to(x.dtype)
         squares = [layer.state["line_square"] for layer in layers]
         fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
