@@ -85,11 +85,11 @@ class OrthogonalOnV(oracle.OnV):
             steps = self.adamw(grads)
         else:
             matrix = torch.cat([grads[0].flatten(1), *(g.unsqueeze(1) for g in grads[1:])], dim=1)
+            shrunk = [min(1, r / p.norm()) * p for r, p in zip(self.radii[k], self.parts(k, self.w[k]), strict=True)]
+            self.w[k] = torch.cat(shrunk).view_as(self.w[k])
             step = self.orthogonal(k, matrix, c)
             columns = leaves[0][0].numel()
             steps = [step[:, :columns].view_as(leaves[0]), *step[:, columns:].unbind(1)]
-            shrunk = [min(1, r / p.norm()) * p for r, p in zip(self.radii[k], self.parts(k, self.w[k]), strict=True)]
-            self.w[k] = torch.cat(shrunk).view_as(self.w[k])
         dw, db = oracle.to_w(layer, steps[0], steps[1:], c) if biases else (oracle.to_w_biasless(layer, *steps, c), [])
         return self.w[k] + dw, [b + d for b, d in zip(biases, db, strict=True)]
 
@@ -104,7 +104,7 @@ class OrthogonalOnV(oracle.OnV):
         return [q.detach().clone() for q in self.stand_ins]
 
     def orthogonal(self, k, grad, c):
-        """One matrix for each group: Nesterov, polar factor, even lines, a step of lr times the radius."""
+        """One matrix for each group: Nesterov, polar factor, even lines, a step of lr times the weights' length."""
         m, groups = self.momentum, getattr(self.layers[k], "groups", 1)
         mean = m * (0 if self.buffers[k] is None else self.buffers[k]) + (1 - m) * grad
         self.buffers[k] = mean
@@ -119,7 +119,8 @@ class OrthogonalOnV(oracle.OnV):
             kernel = self.layers[k].weight[0, 0].numel()
             scale = (c.alpha[g * channels : (g + 1) * channels] * c.beta[0]).repeat_interleave(kernel)
             length = (even[:, : len(scale)] * scale).norm()
-            steps.append(-self.lr * self.radii[k][g] / length * even)
+            wanted = max(self.parts(k, self.w[k])[g].norm(), 0.1 * self.radii[k][g])
+            steps.append(-self.lr * wanted / length * even)
         return torch.cat(steps)
 
 
@@ -161,20 +162,22 @@ def tall(hidden=12):
     return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
 
 
+@pytest.mark.parametrize("scale", [1, 0])
 @pytest.mark.parametrize("layer", ["conv2d", "grouped", "transposed2d", "conv2d-biasless", "linear-sequence"])
-def test_a_step_moves_weights_by_lr_times_the_radius(layer):
-    """One step without guards, from zero biases' means: the bias' own step is not counted."""
+def test_a_step_is_lr_times_as_long_as_the_weights(layer, scale):
+    """Weights that are zero move by a tenth of what rows of length 1 would. A bias is not counted."""
     case = LAYERS[layer]
     hidden = case.layer()
+    hidden.weight.data.mul_(scale)
     groups = getattr(hidden, "groups", 1)
     model = nn.ModuleList([hidden])
     optimizer, before = EvenStep(model, lr=0.01, head=None, **UNGUARDED), matrix_of(hidden).clone()
     descend(optimizer, oracle.log_cosh(hidden(case.inputs()), 0.5).sum())
     moved = (matrix_of(hidden) - before).chunk(groups)
     for old, step in zip(before.chunk(groups), moved, strict=True):
-        radius = max(old.norm().item(), math.sqrt(len(old)))
+        length = max(old.norm().item(), 0.1 * math.sqrt(len(old)))
         exact = hidden.bias is not None  # without one the step is a little shorter along the mean
-        assert step.norm().item() == pytest.approx(0.01 * radius, rel=1e-9 if exact else 0.3)
+        assert step.norm().item() == pytest.approx(0.01 * length, rel=1e-9 if exact else 0.3)
 
 
 def matrix_of(layer):

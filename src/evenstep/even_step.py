@@ -25,8 +25,8 @@ class EvenStep(CoordinateOptimizer):
     """The one to try first: orthogonalized momentum in whitened coordinates, relative to the weights, with guards.
 
     Every layer but the head is a matrix [unit, inputs · kernel + 1] that moves along the polar factor of its momentum:
-    no direction takes longer steps than another. A step is `lr` times as long as the weights may be: a matrix keeps
-    within its norm before the first step, or rows of length 1 where that is more. So one lr serves layers of any size.
+    no direction takes longer steps than another. A step is `lr` times as long as the weights, so that one lr serves
+    layers of any size. Weights keep within their norm before the first step, or rows of length 1 where that is more.
 
     The head, embeddings, norms, vectors and layers with one unit or input in a group are moved by AdamW at `plain_lr`.
     The head is the layer that was called last in the first forward pass.
