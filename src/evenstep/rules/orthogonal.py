@@ -24,10 +24,10 @@ class OrthogonalRule(Rule):
     same way. The polar factor has equal singular values instead. A layer is one matrix [unit, inputs · kernel], with
     the bias as a column; a layer in groups is one matrix per group.
 
-    A step is lr times as long as the matrix of weights, so that one lr serves layers of any size. The matrix stays in a
-    ball, whose radius is its norm before the first step, at least √units: rows of length 1. A matrix that is shorter than
-    `least` times the radius, as one that starts at zero, takes the steps of one of that length. `steps` are those of the
-    Newton–Schulz iteration.
+    A step is lr times as long as the matrix of weights, so that one lr serves layers of any size. The matrix stays in
+    a ball, whose radius is its norm before the first step, at least √units: rows of length 1. A matrix that is shorter
+    than `least` times the radius, as one that starts at zero, takes the steps of one of that length. `steps` are those
+    of the Newton–Schulz iteration.
     """
 
     steps: int = 4
