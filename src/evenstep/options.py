@@ -95,9 +95,8 @@ OPTIONS = {
     "exclude": Option("name patterns (`fnmatch`) kept in plain coordinates", PATTERNS),
     "maximize": Option("ascend", FLAG),
     "foreach": Option(
-        "False steps layer by layer; otherwise many layers move at once where they can (`WhitenedSGD`, `FanInSGD`, "
-        "`UnitStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its rule, "
-        "too)",
+        "False steps layer by layer, in less memory; otherwise layers move at once where they can; `Whitened` hands it "
+        "to its rule, too",
         FLAG_OR_NONE,
     ),
     "block": Option('what shares a denominator: "network", "unit", "weight"', one_of("network", "unit", "weight")),

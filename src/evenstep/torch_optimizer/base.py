@@ -275,14 +275,15 @@ class ModelOptimizer(Optimizer):
         if not problems:
             pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
             groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
-            names, torchs = self._torch_state()
             problems = checkpoints.group_problems(self._owner, groups)
-            if not problems:  # state is what it would be with the saved options
-                expected: dict[Tensor, checkpoints.Expected] = {}
-                for block in self._blocks(lambda p: True, groups):
-                    expected |= checkpoints.expected_of(block, self._layer_statistics(block), torchs)
-                known = names if mark is None else None
-                problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
+        if not problems:  # state is what it would be with the saved options
+            names, torchs = self._torch_state()
+            own = {**self.coordinates.state, **self.rule.state(0.0)}
+            expected: dict[Tensor, checkpoints.Expected] = {}
+            for block in self._blocks(lambda p: True, groups):
+                expected |= checkpoints.expected_of(block, self._layer_statistics(block), own, torchs)
+            known = names if mark is None else None
+            problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
         checkpoints.refuse(self._owner, problems)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
