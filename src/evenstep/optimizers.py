@@ -10,7 +10,6 @@ from . import options
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .model.survey import Entry
 from .options import explained
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
@@ -200,5 +199,5 @@ class BlockNaturalSGD(CoordinateOptimizer):
     ) -> None:
         super().__init__(params, options.for_groups(locals()), model, process_group)
 
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
+    def _rule_of(self, group: Group) -> Rule:
         return natural_rule(group["block"], group["bounded"])

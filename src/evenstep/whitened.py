@@ -10,12 +10,9 @@ from torch._compile import _disable_dynamo
 from . import options
 from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
-from .model.survey import Entry
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.rule import Rule
 from .rules.torch_rule import BaseRule, TorchRule
-from .step.block import Group
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
@@ -37,7 +34,7 @@ class Whitened(CoordinateOptimizer):
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
     _reads_device = True
-    _copied = ("_base", "_plain", "_rule")
+    _copied = ("_base", "_plain", "rule")
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Whitened(CoordinateOptimizer):
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else BaseRule(owner, plain, {})
-        self._rule = TorchRule(self._base, self._plain)
+        self.rule = TorchRule(self._base, self._plain)
         if plain_lr is None and plain is not None:
             plain_lr = self._plain.instance.defaults["lr"]
         ours = {
@@ -114,6 +111,3 @@ class Whitened(CoordinateOptimizer):
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Torch's rules are not for a compiler to look into: they run between two graphs."""
         super()._direct(plan, ok)
-
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
-        return self._rule

@@ -66,13 +66,8 @@ class ModelOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
-        own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
-        return {
-            **super().__getstate__(),
-            **own,
-            "_whole": self._whole,
-            "process_group": distributed.lasting(self.process_group),
-        }
+        own = {k: self.__dict__[k] for k in (*self._copied, "_whole") if k in self.__dict__}
+        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -126,10 +121,7 @@ class ModelOptimizer(Optimizer):
         entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
         self._statistics = ModelStatistics(
-            model,
-            trained,
-            self.needs,
-            rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
+            model, trained, self.needs, rows=lambda entry: held.get(id(entry.weight), {}).get("rows")
         )
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
@@ -178,7 +170,7 @@ class ModelOptimizer(Optimizer):
 
         A layer whose input is not visible takes fan-in coordinates, and so do biases that move without their weight.
         """
-        rule = self._rule_of(group, entry, alone)
+        rule = self._rule_of(group)
         if entry is None:
             return self._kept(Coordinates, rule), rule, True
         kind = self.coordinates
@@ -189,8 +181,8 @@ class ModelOptimizer(Optimizer):
         uses_plain_lr = self.needs >= Statistics.GRADIENTS and kind is FanIn
         return self._kept(kind, rule), rule, uses_plain_lr
 
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
-        """The rule of a block."""
+    def _rule_of(self, group: Group) -> Rule:
+        """The rule of blocks in a group."""
         return self.rule
 
     def _kept(self, kind: type[Coordinates], rule: Rule, **settings: Any) -> Coordinates:

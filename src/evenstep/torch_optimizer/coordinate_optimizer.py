@@ -1,7 +1,7 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..parallel import reduce
-from ..statistics.batch import LayerStatistics
 from ..step import plan as plans
 from ..step.block import Block
 from ..step.gradients import gradient
@@ -37,16 +36,6 @@ NO_RATIO = (
 )
 
 
-class Monitor(Protocol):
-    """Told of every step: each block before its batch joins the moments, then the end."""
-
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
-        """One block."""
-
-    def end_step(self) -> None:
-        """All blocks have been noted."""
-
-
 class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
 
@@ -57,7 +46,7 @@ class CoordinateOptimizer(ModelOptimizer):
         self._plan: Plan | None = None
         self._stale = False  # whether state has been made or loaded since the plan
         self._retired: list[Plan] = []  # plans whose tensors CUDA graphs may still use
-        self._monitors: list[Monitor] = []
+        self._monitors: list[Any] = []  # are told of each block before its batch joins the moments, and of each step
         self._world = 1  # how many ranks took part in the last step
 
     @torch.no_grad()
@@ -141,9 +130,12 @@ class CoordinateOptimizer(ModelOptimizer):
     def _init_state(self, blocks: list[Block]) -> None:
         """Give every parameter of these blocks the state it lacks, all of it at once: checkpoints need every key."""
         for block in blocks:
-            counted = self._counted(block)
+            counted = block.rule.counted(block)
             for p in block.parameters:
-                self._follow(p, keep_step=all(p is not other for other in counted))
+                ours = any(p is other for other in counted)  # torch's rules keep their step counts on the CPU
+                for name, value in self.state[p].items():
+                    if isinstance(value, Tensor) and value.device != p.device and (ours or name != "step"):
+                        self.state[p][name] = value.to(p.device)
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
@@ -151,16 +143,6 @@ class CoordinateOptimizer(ModelOptimizer):
             if stage is not None:
                 stage.to(block.weight.device)
             init_state(self.state, block, stage)
-
-    def _follow(self, p: Tensor, keep_step: bool) -> None:
-        """Move a parameter's state to the device it is on now; torch's rules keep step counts on the CPU."""
-        for name, value in self.state[p].items():
-            if isinstance(value, Tensor) and value.device != p.device and not (keep_step and name == "step"):
-                self.state[p][name] = value.to(p.device)
-
-    def _counted(self, block: Block) -> list[Tensor]:
-        """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
-        return block.rule.counted(block)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""
@@ -177,15 +159,16 @@ class CoordinateOptimizer(ModelOptimizer):
         if not all(step.all_seen for step in plan.steps):
             self._warn_unseen(plan.blocks, wait=False)
         self._direct(plan, ok)
-        for step in plan.steps:
-            step.move(masked(ok, step))
+        masks = [None if ok is None else ok.to(step.device) for step in plan.steps]
+        for step, mask in zip(plan.steps, masks, strict=True):
+            step.move(mask)
         for monitor in self._monitors:
             for block in plan.blocks:
                 monitor.note(block, self._layer_statistics(block), self.state[block.weight])
             monitor.end_step()
-        for step in plan.steps:
-            step.commit(masked(ok, step))
-        counts = [self.state[p]["step"] for block in plan.blocks for p in self._counted(block)]
+        for step, mask in zip(plan.steps, masks, strict=True):
+            step.commit(mask)
+        counts = [self.state[p]["step"] for block in plan.blocks for p in block.rule.counted(block)]
         if counts:
             one = counts[0].new_ones(()) if ok is None else ok.to(counts[0])
             foreach.add_(counts, [one] * len(counts))
@@ -208,18 +191,14 @@ class CoordinateOptimizer(ModelOptimizer):
             return None
         device = finite[0].device
         ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
-        wait = self._reads_device and not any(group["capturable"] for group in self.param_groups)
-        if not torch.compiler.is_compiling() and (wait or self._host_reads(device)):
+        capturable = any(group["capturable"] for group in self.param_groups)
+        if not (torch.compiler.is_compiling() or capturable) and (self._reads_device or device.type == "cpu"):
             if ok:
                 return None
             self._nonfinite.add_(1)
             return False
         self._nonfinite.add_((~ok).to(self._nonfinite.device))
         return ok
-
-    def _host_reads(self, device: torch.device) -> bool:
-        """Whether the host may look at a bool there: on the CPU, unless the step must be capturable."""
-        return device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
 
     def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics of this step.
@@ -237,8 +216,3 @@ class CoordinateOptimizer(ModelOptimizer):
             if readable and not layer.applied:
                 self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
                 return
-
-
-def masked(ok: Tensor | None, step: Any) -> Tensor | None:
-    """The mask on the device of a step."""
-    return ok if ok is None else ok.to(step.device)
