@@ -22,7 +22,7 @@ from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
-from .two_optimizers import claim, release
+from .two_optimizers import attached, claim
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
@@ -139,7 +139,7 @@ class ModelOptimizer(Optimizer):
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
-        release(self)
+        attached.discard(self)
         if self._statistics is not None:
             self._statistics.detach()
 
