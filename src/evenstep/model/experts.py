@@ -5,13 +5,13 @@ apply to each token the experts that its row of indices names. Each expert is a 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .layer_kinds import LayerKind, Look, Slot
+from .layer_kinds import Args, Kwargs, LayerKind, Looks, Slot
 
 INDICES = ("top_k_index", "router_indices")  # what Transformers calls the experts chosen for each token
 
@@ -42,9 +42,7 @@ class ExpertsKind(LayerKind):
         """Back to [expert, unit, input] or [expert, input, unit]."""
         return matrix.squeeze(-1).mT if transposed(module) else matrix.squeeze(-1)
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts as a Linear's on the same tokens (S is that of the layers around), and each expert's moments."""
         x = args[0] if args else kwargs["hidden_states"]
         (counts,) = super().look(module, (x,), {}, output, batch_dim)

@@ -1,7 +1,6 @@
 """Kinds of layers: where each keeps its weights, how a weight is laid out, and what one call tells about its inputs.
 
-Every kind presents its weight as [group, unit, input, kernel] and its bias as [group, unit]. The core knows no other
-shapes.
+Every kind presents its weight as [group, unit, input, kernel] and its bias as [group, unit].
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,9 @@ class Look(NamedTuple):
     zeros: int = 0
 
 
+Args, Kwargs, Looks = tuple[Any, ...], Mapping[str, Any], Sequence[Look | None]
+
+
 class LayerKind:
     """Everything evenstep needs to know about a kind of layer. The base class describes `nn.Linear`."""
 
@@ -64,9 +66,7 @@ class LayerKind:
         """The dimension of the module's output that runs over the units."""
         return output.dim() - 1
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """What a call tells about each slot; None for a slot that the call did not use."""
         x = first_input(args, kwargs)
         if x.is_nested:
@@ -112,9 +112,7 @@ class ConvKind(LayerKind):
         """The channels, which come first in an output without a batch dimension."""
         return output.dim() - self.rank - 1
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts over output positions, or over input positions, with zeros up to the number of output positions."""
         x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
@@ -154,9 +152,7 @@ class AttentionKind(LayerKind):
         # one bias of three parts serves three weights, so none of them can carry it
         return [*(Slot(f"{part}_proj_weight", None, input_visible=False, output_visible=False) for part in "qkv"), out]
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Cross-attention feeds in_proj three inputs and gives counts alone; these come from the query."""
         call = dict(zip(("query", "key", "value")[: len(args)], args[:3], strict=True)) | dict(kwargs)
         query = call["query"]
@@ -170,7 +166,7 @@ class AttentionKind(LayerKind):
 BY_SHAPE = (LayerKind, TransposedKind, ConvKind, ConvTransposeKind)  # kinds whose counts depend on shapes alone
 
 
-def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def first_input(args: Args, kwargs: Kwargs) -> Tensor:
     """The input of a call: its first argument, else the keyword `input`, else the first keyword."""
     first: Tensor = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     return first

@@ -209,9 +209,8 @@ class ModelOptimizer(Optimizer):
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
-        if watched is None:
-            return coverage_of(self.param_groups, blocks)
-        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
+        model, entries = (None, []) if watched is None else (watched.model, watched.entries)
+        return coverage_of(self.param_groups, blocks, model, entries, self._left_out, self.state)
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
