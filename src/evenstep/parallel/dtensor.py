@@ -44,9 +44,12 @@ def groups_along(tensor: Any, rows: bool) -> list[Any]:
 
 
 class ShardedSegments(Segments):
-    """Layers whose units lie on several ranks: reductions over all of them. Every rank must call them together."""
+    """Layers whose units lie on several ranks: reductions over all of them, which every rank must call."""
 
-    groups: Sequence[Any] = ()
+    def __init__(self, sizes: Sequence[int], device: torch.device, groups: Sequence[Any]) -> None:
+        """`groups` are the groups of ranks over which rows are split."""
+        super().__init__(sizes, device)
+        self.groups = groups
 
     def total(self, x: Tensor) -> Tensor:
         """Sums over all ranks, one per layer."""
@@ -64,10 +67,7 @@ class ShardedSegments(Segments):
 def segments(sizes: Sequence[int], like: Tensor, has_rows: bool) -> Segments:
     """The units of layers that are sharded as `like` is: reductions over the ranks that their rows are split over."""
     groups = groups_along(like, rows=True) if has_rows else []
-    found = ShardedSegments(sizes, like.device) if groups else Segments(sizes, like.device)
-    if isinstance(found, ShardedSegments):
-        found.groups = groups
-    return found
+    return ShardedSegments(sizes, like.device, groups) if groups else Segments(sizes, like.device)
 
 
 def groups_within_units(like: Tensor, has_rows: bool) -> list[Any]:

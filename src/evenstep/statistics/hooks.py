@@ -151,7 +151,7 @@ class ForwardStart(Hook):
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
         self.forwards.running = self.forwards.started = True
-        for clock in self.forwards.clocks.values():
+        for clock, _ in self.forwards.clocks.values():
             with torch.no_grad():
                 clock.copy_((clock + 1).remainder(2**20))
 
