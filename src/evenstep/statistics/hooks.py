@@ -1,7 +1,7 @@
-"""The only file that registers hooks: they add what passes through layers to tensors that `step()` reads.
+"""The only file that registers hooks: they add up the inputs of layers in tensors that `step()` reads.
 
 A hook only adds. It does not average, allocate state or wait for the device, so that a forward pass may be repeated,
-split, recomputed or compiled. The hooks of a copied or pickled model do nothing.
+split, recomputed or compiled. It runs after the layer, whose output tells the sharing count without arithmetic.
 """
 
 import sys
@@ -49,26 +49,24 @@ class SquaredGradient(torch.autograd.Function):
 
 
 class Hook:
-    """A hook that does nothing, as copied and pickled models have them. The hooks below are copied to such ones."""
+    """A hook that does nothing: copies and pickles of a model get this for the hooks below."""
 
     def __call__(self, *args: Any) -> Any:
         """Do nothing."""
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
-        """What copies and pickles make of it."""
+        """The hook of a copy."""
         return Hook, ()
 
 
 class LayerHook(Hook):
     """The forward hook of one module: adds its calls to the statistics of its weights."""
 
-    def __init__(
-        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, needs: Statistics
-    ) -> None:
-        """`layers` has one place per slot of the kind, None for a slot that is not trained."""
-        self.kind, self.layers, self.batch_dim = kind, layers, batch_dim
+    def __init__(self, entry: Entry, layers: list[LayerStatistics | None], needs: Statistics) -> None:
+        """`layers` has one place per slot of the layer's kind, None for a slot that is not trained."""
+        self.kind, self.layers, self.batch_dim = entry.kind, layers, entry.batch_dim
         self.plans: dict[Any, CallPlan] = {}
-        self.planned = needs == Statistics.INPUTS and type(kind) in BY_SHAPE  # calls of one shape are alike
+        self.planned = needs == Statistics.INPUTS and type(entry.kind) in BY_SHAPE  # calls of one shape are alike
         self.forwards = next(layer.forwards for layer in layers if layer is not None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -99,18 +97,18 @@ class LayerHook(Hook):
     def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Add an eager call with a plain tensor that is not empty, on a CPU or GPU; False if it is another one."""
         x, layer = args[0] if args else first_input(args, kwargs), self.layers[0]
-        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
+        plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
+        if not plain or layer is None:
             return False
         key = x.shape, x.stride(), output.shape
         plan = self.plans.get(key)
         if plan is None:
             (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            if layer is None or look is None or not look.applied or not x.numel():
+            if look is None or not look.applied or not x.numel():
                 return False
             if len(self.plans) > PLANS:
                 self.plans.clear()
             plan = self.plans[key] = plan_call(x, look, layer.limit)
-        assert layer is not None
         layer.add_planned_call(x, plan)
         self.forwards.saw_rows = True
         self.forwards.last = layer
@@ -201,10 +199,9 @@ class ModelStatistics:
             for _, module in entry.places:
                 modules.setdefault(module, {})[entry.slot.weight] = entry
         for module, found in modules.items():
-            kind, batch_dim = (first := next(iter(found.values()))).kind, first.batch_dim
-            entries = [found.get(slot.weight) for slot in kind.slots(module)]
-            layers = [None if entry is None else self.layers[entry.name] for entry in entries]
-            hook = LayerHook(kind, layers, batch_dim, self.needs)
+            entry = next(iter(found.values()))
+            of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
+            hook = LayerHook(entry, [self.layers[e.name] if e else None for e in of_slot], self.needs)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         if self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
