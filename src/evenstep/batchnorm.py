@@ -83,11 +83,9 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
             stacklevel=2,
         )
     for path, layer in chosen.items():
-        weight = layer.get_parameter("weight")
-        norm = norm_for(layer)(units(layer), device=weight.device, dtype=weight.dtype)
-        pair = BatchNormed(layer, norm)
+        pair = BatchNormed(layer, norm_for(layer))
         pair.path = path
-        put(model, path, pair.train(layer.training))
+        model.set_submodule(path, pair.train(layer.training))
     return model
 
 
@@ -125,9 +123,9 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     for path, pair in pairs.items():
         absorb(pair.layer, pair.bn)
         if isinstance(pair.parent, BatchNormed):
-            put(model, pair.parent_path, pair.layer)
+            model.set_submodule(pair.parent_path, pair.layer)
         else:
-            put(model, path, nn.Identity().train(pair.bn.training))
+            model.set_submodule(path, nn.Identity().train(pair.bn.training))
     return model
 
 
@@ -154,19 +152,20 @@ def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
 
 
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
-    """The layers to be followed by batch norm."""
+    """The layers to be followed by batch norm: all but the last and those that `skip` names."""
     if isinstance(skip, str):
         raise refusal("insert_batchnorm", "skip", skip, "a list of path patterns")
-    for pattern in skip:
-        if not any(fnmatchcase(path, pattern) for path in layers):
+    skipped = {pattern: {path for path in layers if fnmatchcase(path, pattern)} for pattern in skip}
+    for pattern, paths in skipped.items():
+        if not paths:
             raise ValueError(f"insert_batchnorm: skip pattern '{pattern}' fits none of the layers {listed(layers)}.")
-    chosen = {p: layer for p, layer in list(layers.items())[:-1] if not any(fnmatchcase(p, s) for s in skip)}
-    if not chosen:
+    left_out = set().union([*layers][-1:], *skipped.values())
+    if left_out == layers.keys():
         raise ValueError(
             "insert_batchnorm: no layer to be followed by batch norm: the last Conv or Linear and those named in skip= "
             f"are left out; got the layers [{listed(layers)}] and skip={list(skip)}."
         )
-    return chosen
+    return {path: layer for path, layer in layers.items() if path not in left_out}
 
 
 def all_names(model: nn.Module) -> dict[int, list[str]]:
@@ -248,10 +247,11 @@ def why_unfixed(bn: _BatchNorm) -> str | None:
 
 def why_mismatched(layer: nn.Module, bn: _BatchNorm) -> str | None:
     """Why batch norm does not act on the units of a layer; None if it does."""
-    fitting, count = norm_for(layer), units(layer)
-    if isinstance(bn, (fitting, nn.SyncBatchNorm)) and bn.num_features == count:
+    fitting = norm_for(layer)
+    if isinstance(bn, (type(fitting), nn.SyncBatchNorm)) and bn.num_features == fitting.num_features:
         return None
-    return f"has {bn.num_features} features; the layer before it needs {fitting.__name__}({count})"
+    needed = f"{type(fitting).__name__}({fitting.num_features})"
+    return f"has {bn.num_features} features; the layer before it needs {needed}"
 
 
 def refuse(what: str, model: nn.Module, reasons: Mapping[str, str | None]) -> None:
@@ -267,14 +267,11 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def norm_for(layer: nn.Module) -> type[_BatchNorm]:
-    """The batch norm that fits the output of a layer."""
-    return NORMS[len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0]
-
-
-def units(layer: nn.Module) -> int:
-    """The number of a layer's units, of all groups together."""
-    return known_kind(layer).matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
+def norm_for(layer: nn.Module) -> _BatchNorm:
+    """A new batch norm that fits the output of a layer."""
+    weight, rank = layer.get_parameter("weight"), len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+    units = known_kind(layer).matrix(layer, weight).shape[:2].numel()
+    return NORMS[rank](units, device=weight.device, dtype=weight.dtype)
 
 
 def known_kind(layer: nn.Module) -> LayerKind:
@@ -282,12 +279,6 @@ def known_kind(layer: nn.Module) -> LayerKind:
     kind = kind_of(layer)
     assert kind is not None
     return kind
-
-
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the module at `path`."""
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
 
 
 @torch.no_grad()

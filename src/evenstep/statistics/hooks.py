@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..math.moments import sum_about
-from ..model.layer_kinds import BY_SHAPE, LayerKind, first_input, rows_of
+from ..model.layer_kinds import BY_SHAPE, first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
 from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
