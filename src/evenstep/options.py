@@ -1,6 +1,6 @@
-"""Every hyperparameter, said once: what it means, for docstrings and docs/api.md, and what it may be.
+"""Every hyperparameter, declared once: its meaning, for docstrings and docs/api.md, and the values allowed.
 
-Who takes it is in the signature of each optimizer. Errors name the owner, what is allowed and what came.
+The signature of an optimizer says which it takes. Errors name the owner, what is allowed and what came.
 """
 
 import inspect
@@ -119,7 +119,7 @@ OPTIONS = {
         "the processes that train one network: None is the world group if there is one, False reduces nothing"
     ),
 }
-NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "__class__")
+NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "base_kwargs", "plain", "__class__")
 
 
 def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:

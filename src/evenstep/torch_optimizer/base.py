@@ -170,16 +170,13 @@ class ModelOptimizer(Optimizer):
 
         A layer whose input is not visible takes fan-in coordinates, and so do biases that move without their weight.
         """
-        rule = self._rule_of(group)
+        rule, reads_gradients = self._rule_of(group), self.needs >= Statistics.GRADIENTS
         if entry is None:
             return self._kept(Coordinates, rule), rule, True
-        kind = self.coordinates
-        hidden = not entry.slot.input_visible or (kind.needs >= Statistics.GRADIENTS and not entry.slot.output_visible)
-        if kind.needs and (alone or hidden):
-            kind = FanIn
+        visible = entry.slot.input_visible and (entry.slot.output_visible or not reads_gradients)
+        kind = self.coordinates if (visible and not alone) or not self.needs else FanIn
         # a stepsize for gradients in canonical coordinates is far too small elsewhere
-        uses_plain_lr = self.needs >= Statistics.GRADIENTS and kind is FanIn
-        return self._kept(kind, rule), rule, uses_plain_lr
+        return self._kept(kind, rule), rule, reads_gradients and kind is FanIn
 
     def _rule_of(self, group: Group) -> Rule:
         """The rule of blocks in a group."""
