@@ -61,7 +61,6 @@ class Event(NamedTuple):
     over: bool = False
 
     def __str__(self) -> str:
-        """As a sentence."""
         return f"step {self.step}, layer {self.layer}: {self.what}"
 
 

@@ -120,13 +120,13 @@ class CanonicalSGD(CoordinateOptimizer):
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
-        if self._statistics is not None and scale is not None:
+        if scale is not None:
             self._statistics.unscale(scale)
         super()._make(plan, agreed)
 
     def _divisor(self) -> Tensor | None:
         """The number of examples, by which a summed loss is divided; gradients are averaged over ranks."""
-        return None if self._statistics is None else self._statistics.examples() / self._world
+        return None if self._statistics.model is None else self._statistics.examples() / self._world
 
 
 @explained

@@ -87,7 +87,6 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        """Nothing is known of the other ranks."""
         self.settled: set[LayerStatistics] = set()
         self.same = False
 

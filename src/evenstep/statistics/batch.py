@@ -55,7 +55,6 @@ class ForwardState:
     last: Any = None  # the statistics of the layer that was called last, eagerly
 
     def __init__(self) -> None:
-        """Clocks are made when a device is first used."""
         self.clocks: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def clocks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ split, recomputed or compiled. It runs after the layer, whose output tells the s
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class Hook:
         """Do nothing."""
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
-        """The hook of a copy."""
         return Hook, ()
 
 
@@ -170,12 +169,12 @@ class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
     def __init__(
-        self, model: nn.Module, entries: Iterable[Entry], needs: Statistics, rows: Callable[[Entry], int | None]
+        self, model: nn.Module | None, entries: list[Entry], needs: Statistics, limits: Sequence[int | None] = ()
     ) -> None:
-        """For `entries`, whatever the coordinates need; at most `rows(entry)` rows of a call are read."""
-        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), list(entries)
+        """For `entries`; `limits` are the numbers of rows that are read of a call of each, None for all."""
+        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), entries
         self.layers: dict[str, LayerStatistics] = {}
-        for entry in self.entries:
+        for entry, limit in zip(entries, limits, strict=True):
             groups, units, inputs, _ = entry.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
             self.layers[entry.name] = LayerStatistics(
@@ -183,7 +182,7 @@ class ModelStatistics:
                 groups * units if gradients else 0,
                 entry.weight,
                 stuffed=entry.kind.stuffed,
-                limit=rows(entry),
+                limit=limit,
                 forwards=self.forwards,
             )
         self._handles: list[RemovableHandle] = []
@@ -203,7 +202,7 @@ class ModelStatistics:
             of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
             hook = LayerHook(entry, [self.layers[e.name] if e else None for e in of_slot], self.needs)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        if self.layers:
+        if self.model is not None and self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(start, prepend=True))
             self._handles.append(self.model.register_forward_hook(end, always_call=True))

@@ -60,8 +60,7 @@ class CoordinateOptimizer(ModelOptimizer):
         ready = self._prepare_on_host() if compiled else self._prepare(compiled=False)
         if ready is not None:
             self._make(*ready)
-        if self._statistics is not None:
-            self._statistics.clear()
+        self._statistics.clear()
         return loss
 
     @_disable_dynamo
@@ -81,8 +80,8 @@ class CoordinateOptimizer(ModelOptimizer):
         for group in self.param_groups:
             if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
                 self._warn("plain_lr", NO_RATIO)
-        forwards = None if self._statistics is None else self._statistics.forwards
-        busy = forwards is None or forwards.saw_rows or not forwards.saw_empty
+        forwards = self._statistics.forwards
+        busy = forwards.saw_rows or not forwards.saw_empty
         ranks = reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
@@ -100,11 +99,10 @@ class CoordinateOptimizer(ModelOptimizer):
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
         """Add up the batch statistics over ranks; every rank takes part, whatever it saw."""
         parts, groups = [], self._groups()
-        if self._statistics is not None and self.needs > Statistics.NOTHING:
-            for entry, stage in self._statistics.items():
-                mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
-                reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
-                parts.append(reduce.Part(stage, mass, reduction))
+        for entry, stage in self._statistics.items() if self.needs else []:
+            mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
+            reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
+            parts.append(reduce.Part(stage, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
@@ -207,7 +205,7 @@ class CoordinateOptimizer(ModelOptimizer):
         """
         if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        if self._statistics is None and blocks:
+        if self._statistics.model is None and blocks:
             self._warn("unseen", NO_MODEL)
         for block, layer in self._with_statistics(blocks):
             if layer is None or block.entry is None or not block.weight.requires_grad:
