@@ -1,6 +1,6 @@
 """Train with batch norm first, then without it (App. E): insert it behind layers, train, fold it into their weights.
 
-Both functions check everything before they change anything: an error leaves the model unchanged.
+Both functions check everything first: an error leaves the model unchanged.
 """
 
 import warnings
@@ -98,7 +98,7 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     What `insert_batchnorm` inserted is taken out. Batch norm directly behind a Conv, ConvTranspose or Linear in a plain
     nn.Sequential becomes nn.Identity(). Any other batch norm is left alone, with a warning.
 
-    Two things cannot be checked. An nn.Sequential must be called as a whole: a forward that calls its layer alone would
+    Two things cannot be checked. An nn.Sequential must be called as a whole: a forward that calls only its layer would
     see the folded weights. A BatchNorm1d behind a Linear in an nn.Sequential must see [batch, features].
 
     Weights stay the same objects. Call `opt.refresh()` on an optimizer that was built from the model: it drops the
@@ -218,7 +218,7 @@ def why_unfit(layer: nn.Module, names: Mapping[int, list[str]]) -> str | None:
 
 
 def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
-    """Why a module cannot be changed by itself: hooked, registered twice, tied or sharded; None if it can."""
+    """Why a module cannot be changed: hooked, registered twice, tied or sharded; None if it can."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     if any(not isinstance(hook, Hook) for hook in hooks):  # hooks of evenstep change no output
         return "has a forward hook; remove it first"
@@ -283,7 +283,7 @@ def known_kind(layer: nn.Module) -> LayerKind:
 
 @torch.no_grad()
 def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
-    """Make `layer` compute what `bn` makes of its output in eval mode; the arithmetic is at least float32."""
+    """Fold `bn`, as it is in eval mode, into the parameters of `layer`; arithmetic is in float32 or better."""
     assert bn.running_mean is not None and bn.running_var is not None
     kind, weight, bias = known_kind(layer), layer.get_parameter("weight"), lookup(layer, "bias")
     wide = torch.promote_types(torch.promote_types(weight.dtype, bn.running_var.dtype), torch.float32)

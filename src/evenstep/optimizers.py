@@ -1,4 +1,4 @@
-"""The optimizers: each is a preset of coordinates, a rule and guards. No arithmetic here."""
+"""The optimizers: each is a preset of coordinates, a rule and guards."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -25,7 +25,7 @@ natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks ca
 class FanInSGD(CoordinateOptimizer):
     """SGD with every layer's stepsize divided by √(n·S), fan-in times sharing count (§3.5).
 
-    The forward pass is watched for the sharing count alone.
+    Hooks count how often each weight is used, and nothing else.
     """
 
     coordinates = FanIn

@@ -1,4 +1,4 @@
-"""What `opt.coverage()` tells: how each parameter is treated, and why."""
+"""The table of `opt.coverage()`: how each parameter is treated, and why."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -19,14 +19,14 @@ CHOICES = "None (the world group), False (never reduce) or a group of torch.dist
 
 
 def checked(owner: str, group: Any) -> Any:
-    """What was given for process_group, if it is allowed."""
+    """The value of `process_group`, if it is allowed."""
     if group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return group
     raise ValueError(f"{owner}: process_group must be {CHOICES}; got {group!r}.")
 
 
 def lasting(group: Any) -> Any:
-    """A process_group as a copy of the optimizer keeps it: a group by its name, since groups cannot be pickled."""
+    """The `process_group` of a copy: a group's name, since groups cannot be pickled."""
     return group if group is None or group is False or isinstance(group, str) else group.group_name
 
 
@@ -40,14 +40,14 @@ def ranks_of(group: Any) -> Any:
 
 
 class Agreed(NamedTuple):
-    """What the ranks found: whether all gradients are finite, and how many ranks have something to do."""
+    """Whether the gradients of all ranks are finite, and how many ranks have something to do."""
 
     finite: Tensor
     busy: Tensor
 
 
 class Part(NamedTuple):
-    """The statistics of a layer, the mass of its running mean (None: it has counts alone), how the loss was reduced."""
+    """The statistics of a layer, the mass of its running mean (None: only counts), how the loss was reduced."""
 
     stage: LayerStatistics
     mass: Tensor | None
@@ -82,7 +82,7 @@ class Part(NamedTuple):
 class Pool:
     """The reduction of one optimizer's statistics.
 
-    Sums can be added up about a common centre alone. That is the running mean once there is one, which a `settled`
+    Only sums about a common centre can be added up. That is the running mean once there is one, which a `settled`
     layer is known to have; until then each rank has its own first row, and ranks agree on the mean of those.
     """
 
@@ -95,6 +95,7 @@ class Pool:
         device = next((t.device for t in [*(part.stage.tally for part in parts), *grads]), torch.device("cpu"))
         self._compare(ranks, sum(v.numel() for part in parts for v in part.read()), device)
         self._agree(ranks, [part for part in parts if part.mass is not None and part.stage not in self.settled])
+        # one reduction for sums and flags: no rank may skip a step alone
         flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
         (wrong, working), *totals = summed(ranks, [flags, *(v for part in parts for v in part.read())])
         for part in parts:
@@ -102,7 +103,7 @@ class Pool:
         return Agreed(wrong == 0, working)
 
     def _compare(self, ranks: Any, size: int, device: torch.device) -> None:
-        """See once that all ranks add up the same layers: otherwise they would wait for each other, or add nonsense."""
+        """Check once that all ranks add up the same layers: others would wait for each other, or add nonsense."""
         if self.same:
             return
         both = torch.tensor([size, -size], device=device)
@@ -129,6 +130,7 @@ class Pool:
             part.write_sums(torch.stack([moved.first, moved.second]))
             stage.centre.copy_(common)
         if not (stages[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # reads the device, but never again for a layer that is settled
             self.settled |= {part.stage for part in waiting if part.mass is not None and part.mass > 0}
 
 
@@ -151,6 +153,6 @@ def summed(ranks: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     for some in kinds.values():
         flat = torch.cat([tensors[k].flatten() for k in some])
         dist.all_reduce(flat, group=ranks)
-        for k, part in zip(some, flat.split([tensors[k].numel() for k in some]), strict=True):
+        for k, part in zip(some, torch.split_with_sizes(flat, [tensors[k].numel() for k in some]), strict=True):
             found[k] = part.view(tensors[k].shape)
     return found

@@ -137,7 +137,10 @@ class LayerHook(Hook):
 
 
 class ForwardStart(Hook):
-    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples."""
+    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples.
+
+    So repeated calls of a layer, which share examples, can be told from micro-batches, which do not.
+    """
 
     def __init__(self, forwards: ForwardState) -> None:
         self.forwards = forwards
@@ -147,6 +150,7 @@ class ForwardStart(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
+        # compiled code guards the attributes it reads: these are the same at the start of every pass
         self.forwards.running = self.forwards.started = True
         for clock, _ in self.forwards.clocks.values():
             with torch.no_grad():
@@ -272,6 +276,7 @@ def recomputing() -> bool:
 def in_transform() -> bool:
     """Whether `torch.func`, `torch.jit.trace` or `torch.export` runs this eager code.
 
-    Hooks cannot keep the tensors of these; what they make of a model runs without hooks.
+    Hooks cannot keep the tensors of these, and their results run without hooks. `torch.compiler.is_exporting()` does
+    not help: it is always true in torch 2.11.
     """
     return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
+"""What torch.optim expects of an optimizer, except `step()`: groups, copies, checkpoints; and the model with hooks."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -198,7 +198,7 @@ class ModelOptimizer(Optimizer):
     def _blocks(self, trains: Callable[[Tensor], bool], groups: list[Group] | None = None) -> list[Block]:
         return gather(groups or self.param_groups, self._statistics.entries, self._choose, trains)
 
-    # what it tells
+    # reports
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
@@ -249,7 +249,7 @@ class ModelOptimizer(Optimizer):
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
     def _torch_state(self) -> tuple[set[str], bool]:
-        """Names of state beside the fields of coordinates and rule, and whether all state has a torch rule's shapes."""
+        """Names of state beyond the fields of coordinates and rule; whether all state has a torch rule's shapes."""
         return {"step"}, False
 
     def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:

@@ -65,18 +65,15 @@ class CoordinateOptimizer(ModelOptimizer):
 
     @_disable_dynamo
     def _prepare_on_host(self) -> tuple[Plan, Tensor | None] | None:
-        """What compilers leave to the host."""
+        """Blocks, state and warnings are Python's business; a compiled step is one graph of what follows."""
         return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
-        """The plan of this step, with its state, and whether ranks have found their gradients finite.
+        """The plan of this step, and whether the gradients of all ranks are finite (None: one rank).
 
-        After an empty batch only what has a gradient that is not zero moves; None if nothing has.
+        After an empty batch only parameters whose gradients are not zero move; None if there are none.
         """
         first = not self._complete
-        if first:
-            self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._complete, self._stale = True, True
         for group in self.param_groups:
             if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
                 self._warn("plain_lr", NO_RATIO)
@@ -97,7 +94,7 @@ class CoordinateOptimizer(ModelOptimizer):
         return plan, None if agreed is None else agreed.finite
 
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
-        """Add up the batch statistics over ranks; every rank takes part, whatever it saw."""
+        """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
         for entry, stage in self._statistics.items() if self.needs else []:
             mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
@@ -108,12 +105,13 @@ class CoordinateOptimizer(ModelOptimizer):
     def _planned(self, compiled: bool) -> Plan:
         """The plan; made again when parameters, gradients or groups come and go.
 
-        State that has been taken away is made anew, as torch's optimizers do.
+        Missing state is made: before the first step, and where it has been deleted, as torch's optimizers do. Old plans
+        are not kept: each has buffers as large as the model, and random sets of gradients never come back.
         """
         signature = plans.signature(self.param_groups, compiled)
-        if self._plan is not None and self._plan.lacks(self.state):
+        if not self._complete or (self._plan is not None and self._plan.lacks(self.state)):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._stale = True
+            self._complete = self._stale = True
         if self._plan is None or self._stale or not self._plan.current(signature):
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
@@ -126,7 +124,7 @@ class CoordinateOptimizer(ModelOptimizer):
         return self._plan
 
     def _init_state(self, blocks: list[Block]) -> None:
-        """Give every parameter of these blocks the state it lacks, all of it at once: checkpoints need every key."""
+        """Give every parameter of these blocks the state it lacks: checkpoints need every key at once."""
         for block in blocks:
             counted = block.rule.counted(block)
             for p in block.parameters:
@@ -143,7 +141,7 @@ class CoordinateOptimizer(ModelOptimizer):
             init_state(self.state, block, stage)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
-        """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""
+        """Make the step of all blocks; `agreed` is whether the gradients of all ranks are finite."""
         divisor = self._divisor()
         for step in plan.steps:
             step.look(divisor)
@@ -181,7 +179,7 @@ class CoordinateOptimizer(ModelOptimizer):
         return None
 
     def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
-        """Whether all of these hold: None or False where the host may know, else a bool on the device, a mask.
+        """Whether all of these hold: None (yes) or False if the host may read them, else a mask on the device.
 
         A step that is not finite is counted.
         """

@@ -25,7 +25,7 @@ def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any
 
 
 def refuse_unsupported(owner: str, params: Iterable[Tensor]) -> None:
-    """Real, dense parameters alone."""
+    """Refuse parameters that are not real and dense."""
     for p in params:
         if p.is_complex():
             raise ValueError(f"{owner}: complex parameters are not supported; train torch.view_as_real(p) instead.")
@@ -43,7 +43,7 @@ def named(params: Any, model: nn.Module | None) -> Any:
 
 
 def follow_model(groups: list[dict[str, Any]], model: nn.Module, members: Set[int]) -> None:
-    """Drop from named groups those of the model's `members` (ids) that have left it, and add what is new in it.
+    """Drop from named groups those of the model's `members` (ids) that have left it, and add its new parameters.
 
     New ones go to the first group, which is kept in the model's order.
     """
@@ -60,6 +60,6 @@ def follow_model(groups: list[dict[str, Any]], model: nn.Module, members: Set[in
 
 
 def at_rest(groups: list[dict[str, Any]]) -> bool:
-    """Whether all stepsizes are 0, as in a step that frameworks make to create state; another device is not asked."""
+    """Whether all stepsizes are 0, as in a step that frameworks make to create state; never waits for a device."""
     lrs = [group["lr"] for group in groups]
     return not any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in lrs) and not any(lrs)
