@@ -314,7 +314,7 @@ def test_functional_use_of_a_layer_warns():
 
 
 class Tower(nn.Module):
-    """Two weights in one module; the input of the second is inside it."""
+    """Two weights in one module; the input of the second is the tanh of the first's output."""
 
     def __init__(self):
         super().__init__()
@@ -326,18 +326,19 @@ class Tower(nn.Module):
 
 class TowerKind(evenstep.LayerKind):
     def slots(self, module):
-        first = evenstep.Slot("up", None, output_visible=False)
-        return [first, evenstep.Slot("down", None, input_visible=False)]
+        return [evenstep.Slot("up", None, output_visible=False), evenstep.Slot("down", None)]
 
     def look(self, module, args, kwargs, output, batch_dim):
         seen = evenstep.Look(args[0], dim=1, examples=len(args[0]), applied=len(args[0]))
-        return [seen, seen._replace(x=None)]
+        return [seen, seen._replace(x=(args[0] @ module.up.T).tanh())]
 
 
 def test_a_kind_with_several_weights_is_written_with_public_names():
     evenstep.register_layer(Tower, TowerKind())
     model = Tower().double()
     optimizer = evenstep.WhitenedSGD(model)
-    assert [how for how, _ in table(optimizer).values()] == ["whitened", "fan-in"]
+    monitor = evenstep.CurvatureMonitor(optimizer)
+    assert [how for how, _ in table(optimizer).values()] == ["whitened", "whitened"]
     train(model, optimizer, some_batches(9, 4))
-    assert optimizer.state[model.up]["mass"] > 0 and optimizer.state[model.down]["sharing"] == 1
+    assert optimizer.state[model.up]["mass"] > 0 and optimizer.state[model.down]["mass"] > 0
+    assert {name.split("/")[0] for name in monitor.scalars()} == {"up", "down", "all"} == {*optimizer.fired(), "all"}

@@ -102,7 +102,8 @@ class CurvatureMonitor:
         """Called by the optimizer for each block, before its batch joins the moments."""
         if stage is None or block.entry is None or "mx" not in state:
             return
-        path, memory = block.entry.path, self._memory.get(block.entry.path)
+        path = block.entry.label
+        memory = self._memory.get(path)
         if memory is None or memory.run.shape != state["vx"].shape or memory.run.device != state["vx"].device:
             memory = self._memory[path] = _Memory(stage.inputs, state["vx"])
         self._sizes[path] = stage.inputs, block.units
