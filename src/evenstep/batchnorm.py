@@ -16,7 +16,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from .model.known_layers import kind_of
-from .model.layer_kinds import LayerKind
 from .model.survey import join, lookup
 from .options import refusal
 from .parallel.dtensor import sharded
@@ -269,23 +268,18 @@ def listed(names: Iterable[str]) -> str:
 
 def norm_for(layer: nn.Module) -> _BatchNorm:
     """A new batch norm that fits the output of a layer."""
-    weight, rank = layer.get_parameter("weight"), len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
-    units = known_kind(layer).matrix(layer, weight).shape[:2].numel()
+    kind, weight = kind_of(layer), layer.get_parameter("weight")
+    assert kind is not None  # `why_unfit` has been asked
+    rank = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+    units = kind.matrix(layer, weight).shape[:2].numel()
     return NORMS[rank](units, device=weight.device, dtype=weight.dtype)
-
-
-def known_kind(layer: nn.Module) -> LayerKind:
-    """The kind of a layer that passed `why_unfit`."""
-    kind = kind_of(layer)
-    assert kind is not None
-    return kind
 
 
 @torch.no_grad()
 def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
     """Fold `bn`, as it is in eval mode, into the parameters of `layer`; arithmetic is in float32 or better."""
-    assert bn.running_mean is not None and bn.running_var is not None
-    kind, weight, bias = known_kind(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    kind, weight, bias = kind_of(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    assert kind is not None and bn.running_mean is not None and bn.running_var is not None
     wide = torch.promote_types(torch.promote_types(weight.dtype, bn.running_var.dtype), torch.float32)
     scale = (bn.running_var.to(wide) + bn.eps).rsqrt()
     if bn.weight is not None:
