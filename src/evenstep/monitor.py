@@ -98,18 +98,18 @@ class CurvatureMonitor:
         optimizer._monitors.append(self)
 
     @_disable_dynamo  # compiled, the growing history would have the step compiled anew each time
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, layer: LayerStatistics | None, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
-        if stage is None or block.entry is None or "mx" not in state:
+        if layer is None or block.entry is None or "mx" not in state:
             return
         path = block.entry.label
         memory = self._memory.get(path)
         if memory is None or memory.run.shape != state["vx"].shape or memory.run.device != state["vx"].device:
-            memory = self._memory[path] = _Memory(stage.inputs, state["vx"])
-        self._sizes[path] = stage.inputs, block.units
-        raised, held, largest = stage.last.nan_to_num(0.0).unbind()
-        work = [raised / stage.inputs, held / block.units, largest.clamp(1e-6, 1e6).log10()]
-        inputs = memory.look(stage, state, self._bits, block.group["decay"])
+            memory = self._memory[path] = _Memory(layer.inputs, state["vx"])
+        self._sizes[path] = layer.inputs, block.units
+        raised, held, largest = layer.last.nan_to_num(0.0).unbind()
+        work = [raised / layer.inputs, held / block.units, largest.clamp(1e-6, 1e6).log10()]
+        inputs = memory.look(layer, state, self._bits, block.group["decay"])
         self._rows[path] = torch.stack([value.float() for value in (*inputs[:5], *work, *inputs[5:])])
 
     @_disable_dynamo
@@ -158,16 +158,16 @@ class _Memory:
         self.quiet = like.new_zeros(inputs)  # rows of zeros in a row
         self.rows = like.new_zeros(())
 
-    def look(self, stage: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> list[Tensor]:
+    def look(self, layer: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> list[Tensor]:
         """The columns that are about inputs, then the hidden ones."""
-        sums = stage.sums()
-        mean, var = batch_moments(sums, stage.centre)
+        sums = layer.sums()
+        mean, var = batch_moments(sums, layer.centre)
         finite = usable(sums)
         known = finite & (state["mass"] > 0)
         log2, shift = (torch.where(known, c, 0.0).nan_to_num(0.0) for c in changes(mean, var, sums.rows, state))
         up, down = self.run.clamp(min=0) + 1, self.run.clamp(max=0) - 1
         self.run = torch.where(log2 > bits, up, torch.where(log2 < -bits, down, 0.0))
-        zero = var + mean * mean <= 1e-5 * stage.centre * stage.centre  # sums about a centre leave rounding behind
+        zero = var + mean * mean <= 1e-5 * layer.centre * layer.centre  # sums about a centre leave rounding behind
         seen = torch.where(finite, sums.rows, 0.0)
         self.quiet = torch.where(finite & ~zero, 0.0, self.quiet + seen)
         self.rows = self.rows + seen

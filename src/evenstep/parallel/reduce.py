@@ -49,7 +49,7 @@ class Agreed(NamedTuple):
 class Part(NamedTuple):
     """The statistics of a layer, the mass of its running mean (None: only counts), how the loss was reduced."""
 
-    stage: LayerStatistics
+    layer: LayerStatistics
     mass: Tensor | None
     reduction: str
 
@@ -58,25 +58,25 @@ class Part(NamedTuple):
 
         With a mean loss a rank's gradients are divided by its own number of examples, so that number is taken out.
         """
-        stage = self.stage
-        sums = [] if self.mass is None else [stage.slots.sum(0)]
-        examples2 = stage.examples**2 if self.reduction == "mean" else 1
-        return [stage.tally, *sums, *([stage.g2 * examples2] if stage.units else [])]
+        layer = self.layer
+        sums = [] if self.mass is None else [layer.slots.sum(0)]
+        examples2 = layer.examples**2 if self.reduction == "mean" else 1
+        return [layer.tally, *sums, *([layer.g2 * examples2] if layer.units else [])]
 
     def write(self, totals: Sequence[Tensor]) -> None:
         """Replace the rank's own by what all ranks have added up; what `read` took out is put back."""
-        stage = self.stage
-        stage.tally.copy_(totals[0])
+        layer = self.layer
+        layer.tally.copy_(totals[0])
         if self.mass is not None:
             self.write_sums(totals[1])
-        if stage.units:
-            examples2 = stage.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
-            stage.g2.copy_(totals[-1] / examples2)
+        if layer.units:
+            examples2 = layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
+            layer.g2.copy_(totals[-1] / examples2)
 
     def write_sums(self, sums: Tensor) -> None:
         """Sums go to the first slot, the others are empty then."""
-        self.stage.slots.zero_()
-        self.stage.slots[0].copy_(sums)
+        self.layer.slots.zero_()
+        self.layer.slots[0].copy_(sums)
 
 
 class Pool:
@@ -92,9 +92,9 @@ class Pool:
 
     def reduce(self, ranks: Any, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool) -> Agreed:
         """Add up statistics over ranks, in place, and find whether `grads` are finite."""
-        device = next((t.device for t in [*(part.stage.tally for part in parts), *grads]), torch.device("cpu"))
+        device = next((t.device for t in [*(part.layer.tally for part in parts), *grads]), torch.device("cpu"))
         self._compare(ranks, sum(v.numel() for part in parts for v in part.read()), device)
-        self._agree(ranks, [part for part in parts if part.mass is not None and part.stage not in self.settled])
+        self._agree(ranks, [part for part in parts if part.mass is not None and part.layer not in self.settled])
         # one reduction for sums and flags: no rank may skip a step alone
         flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
         (wrong, working), *totals = summed(ranks, [flags, *(v for part in parts for v in part.read())])
@@ -120,18 +120,18 @@ class Pool:
         """Move sums that may have centres of their own to the mean of the ranks' centres."""
         if not waiting:
             return
-        stages = [part.stage for part in waiting]
-        known = [~stage.centre.isnan() for stage in stages]
-        own = [torch.where(k, stage.centre, 0) for k, stage in zip(known, stages, strict=True)]
+        layers = [part.layer for part in waiting]
+        known = [~layer.centre.isnan() for layer in layers]
+        own = [torch.where(k, layer.centre, 0) for k, layer in zip(known, layers, strict=True)]
         totals = summed(ranks, [*own, *(k.to(c.dtype) for k, c in zip(known, own, strict=True))])
-        for part, mine, total, count in zip(waiting, known, totals, totals[len(stages) :], strict=False):
-            stage, common = part.stage, total / count  # NaN where no rank saw a row
-            moved = recentre(Sums(stage.rows, *stage.slots.sum(0)), torch.where(mine, common - stage.centre, 0))
+        for part, mine, total, count in zip(waiting, known, totals, totals[len(layers) :], strict=False):
+            layer, common = part.layer, total / count  # NaN where no rank saw a row
+            moved = recentre(Sums(layer.rows, *layer.slots.sum(0)), torch.where(mine, common - layer.centre, 0))
             part.write_sums(torch.stack([moved.first, moved.second]))
-            stage.centre.copy_(common)
-        if not (stages[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
+            layer.centre.copy_(common)
+        if not (layers[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
             # reads the device, but never again for a layer that is settled
-            self.settled |= {part.stage for part in waiting if part.mass is not None and part.mass > 0}
+            self.settled |= {part.layer for part in waiting if part.mass is not None and part.mass > 0}
 
 
 def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:

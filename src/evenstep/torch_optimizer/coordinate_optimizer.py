@@ -96,10 +96,10 @@ class CoordinateOptimizer(ModelOptimizer):
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
         """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
-        for entry, stage in self._statistics.items() if self.needs else []:
+        for entry, layer in self._statistics.items() if self.needs else []:
             mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
-            parts.append(reduce.Part(stage, mass, reduction))
+            parts.append(reduce.Part(layer, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
@@ -135,10 +135,10 @@ class CoordinateOptimizer(ModelOptimizer):
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
-            stage = self._layer_statistics(block)
-            if stage is not None:
-                stage.to(block.weight.device)
-            init_state(self.state, block, stage)
+            layer = self._layer_statistics(block)
+            if layer is not None:
+                layer.to(block.weight.device)
+            init_state(self.state, block, layer)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         """Make the step of all blocks; `agreed` is whether the gradients of all ranks are finite."""
