@@ -91,20 +91,14 @@ def by_name(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     """The state_dict with each group's parameters in the order of `groups`, if only the order of names differs."""
     if structure_problems(state_dict, groups):
         return state_dict
-    pairs = zip(state_dict["param_groups"], groups, strict=True)
-    return {**state_dict, "param_groups": [in_order(saved, live.get("param_names", ())) for saved, live in pairs]}
-
-
-def in_order(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """A saved group with its parameters in the order of `names`, if it has the same names.
-
-    >>> in_order({"params": [0, 1], "param_names": ["a", "b"]}, ["b", "a"])
-    {'params': [1, 0], 'param_names': ['b', 'a']}
-    """
-    places = dict(zip(group.get("param_names", ()), group.get("params", ()), strict=False))
-    if places.keys() != set(names) or not len(places) == len(names) == len(group["params"]):
-        return group
-    return {**group, "params": [places[name] for name in names], "param_names": list(names)}
+    ordered = []
+    for saved, live in zip(state_dict["param_groups"], groups, strict=True):
+        names, keys = list(live.get("param_names", ())), saved["params"]
+        key_of = dict(zip(saved.get("param_names", ()), keys, strict=False))
+        if key_of.keys() == set(names) and len(key_of) == len(names) == len(keys):
+            saved = {**saved, "params": [key_of[name] for name in names], "param_names": names}
+        ordered.append(saved)
+    return {**state_dict, "param_groups": ordered}
 
 
 def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
