@@ -191,10 +191,8 @@ def why_unfolded(pairs: Mapping[str, Pair], names: Mapping[int, list[str]]) -> d
     for path, (layer_path, layer, bn, parent_path, parent) in pairs.items():
         if isinstance(parent, BatchNormed):
             reasons[parent_path] = why_not_alone(parent, names)
-        reasons[layer_path] = why_unfit(layer, names)
-        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names)
-        if not reasons[layer_path] and not reasons[path]:
-            reasons[path] = why_mismatched(layer, bn)
+        unfit = reasons[layer_path] = why_unfit(layer, names)
+        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names) or (None if unfit else why_mismatched(layer, bn))
         if not reasons[path] and len(modes) > 1:
             mode = "training" if bn.training else "eval"
             reasons[path] = f"is in {mode} mode, others are not; call model.eval() or model.train() first"

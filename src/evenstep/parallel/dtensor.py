@@ -99,7 +99,7 @@ def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -
 
 
 def row_numbers(p: Any) -> Tensor:
-    """Which rows of the whole tensor this rank has."""
+    """The numbers of this rank's rows in the whole tensor."""
     return part(torch.arange(p.shape[0], device=p.device), p)
 
 
