@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import evenstep
-from evenstep.model import known_layers, layer_kinds
+from evenstep.model import known_layers
 from helpers import PAPER, descend, every_optimizer, is_finite, still, weights
 
 
@@ -133,7 +133,7 @@ class PerHeadKind(evenstep.LayerKind):
 
     def look(self, module, args, kwargs, output, batch_dim):
         x = args[0].flatten(1)
-        return [layer_kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
+        return [evenstep.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
 class Apart(nn.Module):
@@ -311,3 +311,34 @@ def test_functional_use_of_a_layer_warns():
     optimizer = evenstep.UnitStep(layer)
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         descend(optimizer, functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum())
+
+
+class Tower(nn.Module):
+    """Two weights in one module; the input of the second is the tanh of the first's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, x):
+        return (x @ self.up.T).tanh() @ self.down.T
+
+
+class TowerKind(evenstep.LayerKind):
+    def slots(self, module):
+        return [evenstep.Slot("up", None, output_visible=False), evenstep.Slot("down", None)]
+
+    def look(self, module, args, kwargs, output, batch_dim):
+        seen = evenstep.Look(args[0], dim=1, examples=len(args[0]), applied=len(args[0]))
+        return [seen, seen._replace(x=(args[0] @ module.up.T).tanh())]
+
+
+def test_a_kind_with_several_weights_is_written_with_public_names():
+    evenstep.register_layer(Tower, TowerKind())
+    model = Tower().double()
+    optimizer = evenstep.WhitenedSGD(model)
+    monitor = evenstep.CurvatureMonitor(optimizer)
+    assert [how for how, _ in table(optimizer).values()] == ["whitened", "whitened"]
+    train(model, optimizer, some_batches(9, 4))
+    assert optimizer.state[model.up]["mass"] > 0 and optimizer.state[model.down]["mass"] > 0
+    assert {name.split("/")[0] for name in monitor.scalars()} == {"up", "down", "all"} == {*optimizer.fired(), "all"}

@@ -8,7 +8,7 @@ from .batchnorm import fold_batchnorm, insert_batchnorm
 from .even_step import EvenStep
 from .model.coverage import Coverage
 from .model.known_layers import register_layer
-from .model.layer_kinds import LayerKind
+from .model.layer_kinds import LayerKind, Look, Slot
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, FanInSGD, UnitStep, WhitenedSGD
 from .weight_decay import decay_groups
@@ -23,6 +23,8 @@ __all__ = [
     "EvenStep",
     "FanInSGD",
     "LayerKind",
+    "Look",
+    "Slot",
     "UnitStep",
     "Whitened",
     "WhitenedSGD",

@@ -84,7 +84,7 @@ class EvenStep(CoordinateOptimizer):
 
     def _found_head(self) -> str | None:
         """The covered layer called last, or registered last; None where the head is an embedding's weight."""
-        if self._statistics is None or any(reason.startswith("shared with") for reason in self._left_out.values()):
+        if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
         seen = [(entry.name, layer) for entry, layer in self._statistics.items() if entry.slot.input_visible]
