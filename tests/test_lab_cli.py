@@ -311,16 +311,6 @@ def image_folder(path):
     return path
 
 
-def test_a_study_of_another_configuration_is_refused(tmp_path, few_images, capsys):
-    pytest.importorskip("optuna")
-    study_of = ("--study", f"sqlite:///{tmp_path}/study.db")
-    assert call(*SWEEP, *study_of, "--out", tmp_path / "a") == 0
-    assert call(*SWEEP, *study_of, "--out", tmp_path / "b") == 0  # all is done, and in the study
-    assert len(records.read(tmp_path / "b" / "records.jsonl")) == 4
-    capsys.readouterr()
-    assert "holds another sweep" in refused(capsys, *SWEEP, "--seeds", "7", *study_of, "--out", tmp_path / "c")
-
-
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     images, out = image_folder(tmp_path / "images"), tmp_path / "out"
     words = ["sweep", "--out", str(out), "--data", str(images), "--epochs", "40", "--methods", "sg", "--seeds"]
@@ -583,7 +573,6 @@ def test_report_tells_of_faults_and_goes_on(tmp_path, capsys):
 def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.jsonl").mkdir()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "verdicts.json").mkdir()
     assert call("report", tmp_path) == 0
     told = capsys.readouterr().err
     assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
@@ -631,7 +620,7 @@ def instant(monkeypatch):
         section, text = "§1", "It works."
 
         def judge(self, found):
-            return (True, f"{len(found)} record")
+            return experiments.Verdict(True, f"{len(found)} record")
 
     ends = {"left": [], "raises": None}
 
@@ -643,7 +632,7 @@ def instant(monkeypatch):
             raise ends["raises"]
         return ends["left"]
 
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fig1": SimpleNamespace(CLAIMS=[Claim()])})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=[Claim()]))
     monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
     monkeypatch.setattr(reproduction, "write", lambda source, target, names: [])
     return ends
@@ -664,7 +653,7 @@ def test_the_bar_of_reproduce_is_full_when_all_is_done(tmp_path, instant, capsys
 
 
 FOREIGN = {
-    "half": ('{"config": {"half a rec', "fig2.jsonl, line 1 was not written whole; it was moved to fig2.jsonl.damaged"),
+    "half": ('{"config": {"half a rec', "fig2 is left out: {path}, line 1: not a record"),
     "junk": ("nonsense\n", "fig2 is left out: {path}, line 1: not a record"),
     "no configuration": ("7\n", "fig2 is left out: {path}, line 1: not a record: no configuration in it"),
     "no options": (
@@ -688,11 +677,7 @@ def test_another_experiments_damaged_file_stops_no_verdict(kind, tmp_path, capsy
     told = capsys.readouterr()
     shown = " ".join(told.out.split())
     assert message.format(path=path) in shown and "fig1: " in shown and "Report: " in shown and not told.err
-    assert (tmp_path / "figures" / "fig1.svg").exists() and (tmp_path / "verdicts.json").exists()
-    if kind == "half":
-        assert (tmp_path / "fig2.jsonl.damaged").read_text() == content + "\n" and path.read_text() == ""
-    elif content is not None:
-        assert path.read_text() == content
+    assert (tmp_path / "figures" / "fig1.svg").exists() and (content is None or path.read_text() == content)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FOREIGN if kind != "half"])
@@ -708,7 +693,7 @@ def test_a_foreign_file_is_refused_where_it_is_asked_for(kind, tmp_path, capsys)
     assert not (tmp_path / "fig1.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["verdicts.json", "report.html", "figures", "reproduction.md"])
+@pytest.mark.parametrize("name", ["report.html", "figures", "reproduction.md"])
 def test_what_stands_in_the_way_of_a_reproduction_is_one_line(name, tmp_path, capsys):
     if name == "figures":
         (tmp_path / name).touch()

@@ -151,20 +151,6 @@ def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
 # budget, names, command line
 
 
-def test_the_clock_begins_nothing_that_would_end_too_late(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
-    seen = []
-    clock = reproduce.Clock(100, lambda *what: seen.append(what))
-    for moment in (0, 10, 50, 60):  # the longest piece takes 40
-        now[0] = moment
-        clock("piece", 0, 1)
-    now[0] = 61
-    with pytest.raises(reproduce.OutOfTime):
-        clock("piece", 0, 1)
-    assert len(seen) == 4
-
-
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
         def run(session):
@@ -178,7 +164,7 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
     for name in EXPERIMENTS:
         monkeypatch.setattr(EXPERIMENTS[name], "run", slow(name))
-    left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=100)
+    left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=80)
     assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
 
 

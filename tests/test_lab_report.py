@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -22,9 +23,9 @@ from evenstep.lab import (
     tables,
     tensorboard,
     usage,
-    verdicts,
 )
 from evenstep.lab.commands import run_sweep as sweep_command
+from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
 from made_up import record
 
@@ -288,27 +289,25 @@ def test_the_shipped_data_is_called_what_commands_call_it():
     assert data.load("fashion").name == rerun.SHIPPED
 
 
-def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path):
-    claims = [("fig1", "§1", "It holds.", True, "So it did."), ("l2", "§2", HOSTILE, False, HOSTILE),
-              ("l2", "§3", "Who knows?", None, "Nobody.")]  # fmt: skip
-    verdicts.write(tmp_path, [verdicts.Verdict(*claim) for claim in claims])
+def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
+    said = [(True, "So it did."), (False, HOSTILE), (None, "Nobody.")]
+    claims = [Claim("§1", HOSTILE, lambda _, verdict=verdict: Verdict(*verdict)) for verdict in said]
+    monkeypatch.setitem(EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=claims))
+    records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1"}, 0, [{}]))
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
     page = Page(report.write(tmp_path).read_text(encoding="utf-8"))
-    assert [text for text in page.texts if text in verdicts.WORDS.values()] == ["held", "did not hold", "undecided"]
+    words = ["held", "did not hold", "undecided"]
+    assert [text for text in page.texts if text in words] == words
     assert [a["src"] for tag, a in page.tags if tag == "img"] == ["data:image/svg+xml;base64,PHN2Zy8+"]
     assert [tag for tag, _ in page.tags].count("script") == 2
 
 
-@pytest.mark.parametrize("content", ["nonsense", "3", "[3]", '[{"experiment": "fig1"}]', '{"a": 1}',
-    '[{"experiment": 1, "section": "", "claim": "", "held": true, "text": ""}]',
-    '[{"experiment": "a", "section": "", "claim": "", "held": "yes", "text": ""}]',
-    '[{"experiment": "a", "section": "", "claim": "", "held": [], "text": ""}]',
-    '[{"experiment": "a", "section": "", "claim": "", "held": 1, "text": ""}]', "[" * 100_000])  # fmt: skip
-def test_a_damaged_file_of_verdicts_is_left_out(content, tmp_path):
-    (tmp_path / "verdicts.json").write_text(content)
-    assert verdicts.read(tmp_path) == []
-    assert "verdicts.json: not a list of verdicts" in report.write(tmp_path).read_text(encoding="utf-8")
+@pytest.mark.parametrize("rows", [[{"w1": "far", "w2": 1.0}], [3], [{"step": {}}] * 2])
+def test_an_experiment_with_odd_numbers_is_left_out_with_a_line(rows, tmp_path):
+    for method in fig1.METHODS:
+        records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1", "name": method}, 0, rows))
+    assert "fig1 cannot be judged: " in report.write(tmp_path).read_text(encoding="utf-8")
 
 
 def test_tables_sort_what_is_missing_last():

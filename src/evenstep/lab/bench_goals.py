@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import usage
 from .bench import Setting
 from .labels import markdown_table
-from .records import Record
+from .reading import Record
 
 
 class Goal(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from . import records
 from .data import Arrays, Text
 from .data.fashion import FASHION_NAME
+from .reading import Record
 from .usage import UsageError
 
 DIGEST = "data_digest"
@@ -42,7 +43,7 @@ def may_be_of(config: dict[str, Any], data: Arrays | Text) -> bool:
     return config.get("data") == data.name and config.get(DIGEST) in (None, mine.get(DIGEST))
 
 
-def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> dict[str, records.Record]:
+def by_key(runs: Iterable[Record], data: Arrays | Text, path: Path) -> dict[str, Record]:
     """Records by configuration; one of data of that name without a digest counts as one of these data.
 
     A record of other data of the same name is a UsageError: a report could not tell the two apart.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import drawing
 from .comparison import Comparison
 from .labels import PREFERRED, Style, method_label, model_label, series_label
-from .records import Record
+from .reading import Record
 from .summary import Series, best_stepsize, diverged, final_loss, initial_loss, series
 
 if TYPE_CHECKING:

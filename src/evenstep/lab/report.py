@@ -9,21 +9,19 @@ import hashlib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
-from . import drawing, labels, plots, reading, rerun, tables, verdicts
+from . import drawing, labels, plots, reading, reproduce, rerun, tables, usage
 from .comparison import Comparison, comparisons
-from .records import Record
+from .experiments import EXPERIMENTS
+from .reading import Record
 from .summary import diverged, final_loss
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 PAGE, FIGURES = "report.html", "figures"
 MOST_FAULTS = 20
+LARGEST = 4_000_000  # bytes of a figure that is embedded in the page
 PLOTTED = {
     "loss": "train_loss",
     "accuracy": "test_accuracy",
@@ -44,39 +42,6 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
     return path
 
 
-def conclude(path: Path, console: "Console", stopped: bool) -> int:
-    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
-    found = reading.Reading()
-    if path.exists():
-        reading.read_file(path, path.name, found)
-    if not found.runs:
-        why = "Stopped before the first run was finished" if stopped else "No run is finished"
-        console.print(f"{why}: nothing to report.")
-        return 130 if stopped else 1
-    if stopped:
-        console.print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
-    for compared in comparisons(found.runs):
-        console.print(best(compared))
-    console.print(f"Records: {path}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"Report: {write(path.parent)}", soft_wrap=True, highlight=False, markup=False)
-    return 130 if stopped else 0
-
-
-def best(compared: Comparison) -> "Table":
-    """The table "best when tuned" for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    tuned = tables.tuned(compared)
-    result = Table(title=Text(f"{tuned.title}: {compared.title}"), title_justify="left", caption=Text(tuned.note))
-    result.add_column("method", no_wrap=True)
-    for heading in tuned.columns:
-        result.add_column(heading, justify="right")
-    for series, cells in zip(compared.series, tuned.rows, strict=True):
-        result.add_row(Text(labels.series_label(series)), *(Text(cell.text) for cell in cells))
-    return result
-
-
 def save_figures(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
     """The plain figures of a comparison as SVG files: their kinds, and their paths from the page."""
     figures = {"curves": plots.curves(found), "stepsizes": plots.sensitivity(found)}
@@ -87,7 +52,8 @@ def save_figures(found: Comparison, folder: Path, number: int) -> list[tuple[str
 def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
     """The page's HTML."""
     style, script = _asset("report.css") + _palette(), _asset("report.js")
-    faults = [*verdicts.faults(folder), *found.faults]
+    reproduced, faults = judged(folder)
+    faults += found.faults
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(_asset("report.html.j2"))
@@ -96,7 +62,7 @@ def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, s
         style=style,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
-        experiments=verdicts.by_experiment(folder),
+        experiments=reproduced,
         comparisons=[view(c, f) for c, f in zip(compared, files, strict=True)],
         data=[plotted(c) for c in compared],
         runs=len(found.runs),
@@ -104,6 +70,26 @@ def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, s
         faults=faults[:MOST_FAULTS],
         more_faults=max(0, len(faults) - MOST_FAULTS),
     )
+
+
+def judged(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each experiment with records in the folder: its name, figure and verdicts; and what could not be judged."""
+    found, faults = reproduce.everything(folder)
+    shown = []
+    for name, records in found.items():
+        try:
+            verdicts = [(claim, claim.judge(records)) for claim in EXPERIMENTS[name].CLAIMS]
+            shown.append({"name": name, "figure": figure(folder / FIGURES / f"{name}.svg"), "verdicts": verdicts})
+        except Exception as error:  # numbers from a file may be anything
+            faults.append(f"{name} cannot be judged: {usage.first_line(error)}")
+    return shown, faults
+
+
+def figure(path: Path) -> str | None:
+    """A figure as a data address; None if there is none."""
+    if not path.is_file() or path.stat().st_size > LARGEST:
+        return None
+    return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:

@@ -95,15 +95,29 @@ def timing(found: Comparison) -> Table:
     )
 
 
+def best(found: Comparison) -> str:
+    """The table "best when tuned" for the terminal."""
+    table = tuned(found)
+    rows = _texts(found, table)
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, texts, widths)]) for name, *texts in rows]
+    return "\n".join([f"{table.title}: {found.title}", *lines, *filter(None, [table.note])])
+
+
 def markdown(found: Comparison) -> str:
     """All tables of a comparison as Markdown."""
     parts = [f"## {found.title}"]
     for table in all_tables(found):
-        names = [[labels.series_label(series)] for series in found.series]
-        rows = [name + [cell.text for cell in row] for name, row in zip(names, table.rows, strict=True)]
-        parts.append(f"{table.title}:\n\n" + labels.markdown_table([["method", *table.columns], *rows]))
+        parts.append(f"{table.title}:\n\n" + labels.markdown_table(_texts(found, table)))
         parts += [table.note] if table.note else []
     return "\n\n".join(parts)
+
+
+def _texts(found: Comparison, table: Table) -> list[list[str]]:
+    """The head and the rows of a table, with the methods."""
+    names = [labels.series_label(series) for series in found.series]
+    rows = [[name, *(cell.text for cell in row)] for name, row in zip(names, table.rows, strict=True)]
+    return [["method", *table.columns], *rows]
 
 
 def _loss(summary: Summary) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .labels import options_label
-from .records import Record
+from .reading import Record
 from .usage import UsageError
 
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share")

@@ -14,6 +14,7 @@ from .identity import described
 from .methods import METHODS
 from .models import MODELS
 from .parallel_trials import Work, round_robin
+from .reading import Record
 from .train import Epoch, Training, linear_decay
 
 OnEpoch = Callable[["Trial", Epoch], None]
@@ -76,7 +77,7 @@ def start(
 
 def work(
     trial: Trial, data: Arrays | Text, device: torch.device | str, on_epoch: OnEpoch | None = None
-) -> Work[records.Record]:
+) -> Work[Record]:
     """The trial in steps, for `round_robin`; ends with its record."""
     training = start(trial, data, device, capture=True)
     yield from training.run(on_epoch and partial(on_epoch, trial))
@@ -85,6 +86,6 @@ def work(
 
 def run(
     trial: Trial, data: Arrays | Text, device: torch.device | str = "cpu", on_epoch: OnEpoch | None = None
-) -> records.Record:
+) -> Record:
     """Run the trial by itself; its record."""
     return next(round_robin([work(trial, data.to(device), device, on_epoch)], device, at_once=1))

@@ -1,8 +1,8 @@
 """`evenstep doctor`: what UnitStep would do to a model of your own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from .. import usage
 
@@ -11,14 +11,10 @@ from .. import usage
 class Options:
     """Say how UnitStep would treat each parameter of your model, and what it would cost in memory and time."""
 
-    model: str = field(metadata={"metavar": "FILE.py:FUNCTION"})
-    """The function in your file that builds the model."""
-    input: str | None = field(default=None, metadata={"metavar": "SHAPE"})
-    """Shape of a batch, such as 8x3x32x32, to count and time a step; or define `inputs()` in the file."""
-    device: str = "cpu"
-    """Where to time it: cpu, cuda, mps, ..."""
-    seed: int = 0
-    """Seed of the model's weights and of the batch."""
+    model: Annotated[str, "The function in your file that builds the model.", "FILE.py:FUNCTION"]
+    input: Annotated[str | None, "Shape of a batch, such as 8x3x32x32, to time a step.", "SHAPE"] = None
+    device: Annotated[str, "Where to time it: cpu, cuda, mps, ..."] = "cpu"
+    seed: Annotated[int, "Seed of the model's weights and of the batch."] = 0
 
 
 def main(options: Options) -> int:

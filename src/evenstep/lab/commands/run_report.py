@@ -1,8 +1,9 @@
 """`evenstep report`: one page from the records of a folder."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 
@@ -11,12 +12,9 @@ from .. import usage
 class Options:
     """Write report.html, one page that opens offline, and plain SVG figures from the records in a folder."""
 
-    folder: Path = field(metadata={"metavar": "FOLDER"})
-    """Folder with *.jsonl records; the report is written there. With --markdown also a single file."""
-    tensorboard: Path | None = field(default=None, metadata={"metavar": "DIR"})
-    """Also write every run's curves there for TensorBoard."""
-    markdown: bool = False
-    """Write nothing: print the tables of every comparison as Markdown."""
+    folder: Annotated[Path, "Folder with *.jsonl records; with --markdown also a single file.", "FOLDER"]
+    tensorboard: Annotated[Path | None, "Also write the runs' curves there for TensorBoard.", "DIR"] = None
+    markdown: Annotated[bool, "Write nothing: print the tables of every comparison as Markdown."] = False
 
 
 def main(options: Options) -> int:

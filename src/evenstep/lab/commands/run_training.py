@@ -1,7 +1,8 @@
 """`evenstep train`: one training, with a checkpoint after each epoch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 from ..methods import METHODS
@@ -14,13 +15,10 @@ from . import shared
 class Options(shared.Setting):
     """Train one network by one method; a checkpoint follows each epoch, and the same command continues from it."""
 
-    method: str = field(default="unitstep", metadata={"help": f"Method to train by: {', '.join(METHODS)}."})
-    lr: str = field(default="0.05", metadata={"metavar": "NUMBER"})
-    """Stepsize."""
-    seed: int = 0
-    """Seed of the first weights and of the order of the data."""
-    out: Path = Path("runs/train")
-    """Folder for the checkpoint, the record and the report."""
+    method: Annotated[str, f"Method to train by: {', '.join(METHODS)}."] = "unitstep"
+    lr: Annotated[str, "Stepsize.", "NUMBER"] = "0.05"
+    seed: Annotated[int, "Seed of the first weights and of the order of the data."] = 0
+    out: Annotated[Path, "Folder for the checkpoint, the record and the report."] = Path("runs/train")
 
 
 def main(options: Options) -> int:
@@ -57,7 +55,7 @@ def carry_out(training: Training, trial: Trial, path: Path, first: bool) -> bool
     what = config(trial, training.data)
     if checkpoint.restore(training, what, path) and first:
         print(f"Going on after epoch {len(training.rows)}, from {path}.")
-    with display.bar(trial.epochs, len(training.rows), quiet=not first) as bar:
+    with display.Bar(trial.epochs, len(training.rows), quiet=not first) as bar:
         bar.say(f"{trial.method}, stepsize {trial.lr:g}")
 
         def keep(row: Epoch) -> None:

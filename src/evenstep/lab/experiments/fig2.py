@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from ..records import Record
+from ..reading import Record
 from ..summary import final_loss
 from .common import Figure, NotRun, Verdict, below, claim
 from .session import Session

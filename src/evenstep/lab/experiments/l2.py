@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..records import Record, dumps
+from ..reading import Record
+from ..records import dumps
 from .common import Figure, NotRun, Verdict, claim, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING, settings
 from .session import Session

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..drawing import COLOURS, MARKS, epoch_axis, plain_log, style
-from ..records import Record
+from ..reading import Record
 from ..summary import final_loss
 from .tuning import Contender, at_best, guessing
 

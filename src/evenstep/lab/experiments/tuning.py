@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data import Arrays
-from ..records import Record, dumps
+from ..reading import Record
+from ..records import dumps
 from ..summary import diverged, end, initial_loss
 from ..trial import Trial
 from .common import spread
