@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import cli, comparison, display, plots, records, sweep, tables
+from evenstep.lab import cli, comparison, display, drawing, plots, records, sweep, tables
 from evenstep.lab.commands import run_demo as command
 from made_up import record
 from small_images import small_arrays
@@ -91,49 +91,26 @@ def test_demo_interrupted_at_once_says_so(tmp_path, monkeypatch, capsys):
     assert "nothing to report" in capsys.readouterr().out and not (tmp_path / "report.html").exists()
 
 
-def test_figure_shows_each_method_in_its_panel_and_the_best_thick():
-    found = [
-        record("sg", 0.1, [2.0, 1.0]),
-        record("sg", 0.3, [2.0, 0.5]),
-        record("sg", 9.0, [2.0, None]),
-        record("whitening", 0.3, [1.0, 0.2]),
-    ]
-    left, right = plots.plot(found).axes
-    assert [len(line.get_ydata()) for line in left.lines] == [2, 2, 1] and len(right.lines) == 1
-    thick = max(left.lines, key=lambda line: line.get_linewidth())
-    assert list(thick.get_ydata()) == [2.0, 0.5]
+def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
+    runs = {("sg", 0.1): [2.0, 1.0], ("sg", 0.3): [2.0, 0.5], ("sg", 9.0): [2.0, None], ("whitening", 0.3): [1.0, 0.2]}
+    found = [record(method, lr, losses) for (method, lr), losses in runs.items()]
+    left, right = plots.figure2(found).axes
+    assert [list(line.get_ydata()) for line in (*left.lines, *right.lines)] == [[2.0, 0.5], [1.0, 0.2]]
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["SGD, 0.3"]
-
-
-def test_figure_has_no_thick_line_for_a_method_that_never_trained():
-    left, _ = plots.plot([record("sg", 0.1, [2.3, 2.4]), record("sg", 0.3, [2.3, 2.5])]).axes
-    assert len({line.get_linewidth() for line in left.lines}) == 1
-    assert left.get_legend() is None
-
-
-def test_figure_of_many_classes_reaches_up_to_guessing_among_them():
-    left, _ = plots.plot([record("sg", 0.1, [5.0, 4.0], model_options={"classes": 200}, data="birds")]).axes
-    assert left.get_ylim()[1] > 5.0
-    left, _ = plots.plot([record("sg", 0.1, [5.0, 2.0])]).axes
-    assert left.get_ylim()[1] < 5.0
+    first, second = (drawing.save(plots.figure2(found), tmp_path / f"{name}.svg") for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_an_epoch_is_a_whole_number_even_alone():
-    left, _ = plots.plot([record("sg", 0.1, [2.0])]).axes
+    left, _ = plots.figure2([record("sg", 0.1, [2.0])]).axes
     low, high = left.get_xlim()
     assert [tick for tick in left.get_xticks() if low <= tick <= high] == [1]
 
 
 def test_figure_and_table_of_only_diverged_runs():
     found = [record("sg", 9.0, [None])]
-    assert len(plots.plot(found).axes) == 2
+    assert len(plots.figure2(found).axes) == 2
     assert tables.best(comparison.compare(found)).count("diverged") == 1
-
-
-def test_same_records_same_svg(tmp_path):
-    found = [record("sg", 0.1, [2.0, 1.0])]
-    first, second = (plots.save(plots.plot(found), tmp_path, name)[1] for name in ("a", "b"))
-    assert first.read_bytes() == second.read_bytes()
 
 
 def test_without_arguments_the_demo_runs(monkeypatch):

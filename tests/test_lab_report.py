@@ -37,21 +37,14 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.texts, self.data, self._open = [], [], "", None
+        self.tags, self.texts = [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        self._open = dict(attributes).get("id") if tag == "script" else tag
 
     def handle_data(self, text):
-        if self._open == "data":
-            self.data += text
-        else:
-            self.texts.append(text.strip())
-
-    def handle_endtag(self, tag):
-        self._open = None
+        self.texts.append(text.strip())
 
 
 def write(folder, *found, name="records.jsonl", extra=()):
@@ -76,10 +69,8 @@ def test_page_shows_every_method_with_its_numbers(tmp_path):
     assert path == tmp_path / "report.html"
     for text in ("SGD", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
         assert any(text in shown for shown in page.texts), text
-    assert [a["value"] for tag, a in page.tags if tag == "input"] == ["1.02"]
-    data = json.loads(page.data)
-    assert [s["label"] for s in data[0]["series"]] == ["SGD", "UnitStep"] and data[0]["series"][0]["best"] == 0.2
-    assert sum(run["diverged"] for s in data[0]["series"] for run in s["runs"]) == 4
+    figures = [a["src"] for tag, a in page.tags if tag == "img"]
+    assert len(figures) == 2 and all(src.startswith("data:image/svg+xml;base64,") for src in figures)
 
 
 def test_page_needs_nothing_from_outside(tmp_path):
@@ -87,8 +78,7 @@ def test_page_needs_nothing_from_outside(tmp_path):
     page = Page(text)
     links = [a[key] for _, a in page.tags for key in ("src", "href") if key in a]
     assert all(link.startswith(("#", "data:", "figures/")) for link in links), links
-    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "iframe", "img"} - {"link"})
-    assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert {tag for tag, _ in page.tags}.isdisjoint({"iframe", "script"}) and not re.findall(r"https?://", text)
     policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
 
@@ -107,12 +97,10 @@ def test_hostile_texts_stay_texts(tmp_path):
     for run in hostile:
         run |= {"commit": HOSTILE, "environment": {"device": HOSTILE, "torch": HOSTILE}, "time": HOSTILE}
     page = Page(write(tmp_path, *hostile, extra=[HOSTILE.replace("\ud800", "")]).read_text(encoding="utf-8"))
-    assert [tag for tag, _ in page.tags].count("script") == 2 and "img" not in dict(page.tags)
+    assert "script" not in dict(page.tags) and [tag for tag, _ in page.tags].count("img") == 2
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert any('<script>alert("x")</script>' in text for text in page.texts)
-    assert "{{ 7*7 }}" in " ".join(page.texts) and json.loads(page.data)[0]["series"][0]["label"].startswith(
-        "</script>"
-    )
+    assert "{{ 7*7 }}" in " ".join(page.texts)
     for figure in (tmp_path / "figures").iterdir():
         assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
@@ -209,8 +197,8 @@ def test_figures_say_what_they_leave_out():
 
 def test_what_ended_above_the_first_loss_is_shown_as_diverged(tmp_path):
     found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])
-    assert tables.tuned(found).rows[0][1] == tables.Cell("diverged", None)
-    assert tables.tuning(found).rows[0][0] == tables.Cell("–", None) and found.target is None
+    assert tables.tuned(found).rows[0][1] == "diverged"
+    assert tables.tuning(found).rows[0][0] == "–" and found.target is None
 
 
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
@@ -236,22 +224,19 @@ def test_a_loss_of_zero_can_be_drawn(tmp_path):
 
 def test_styles_of_a_comparison_differ_and_known_methods_keep_theirs():
     found = summary.series(sweep_of(*METHODS))
-    chosen = [(s.slot, s.marker) for s in labels.styles(found)]
+    chosen = labels.styles(found)
     assert len(set(chosen)) == len(chosen)
     alone = labels.styles(summary.series(sweep_of("whitening")))[0]
     assert alone == labels.styles(summary.series(sweep_of("sg", "whitening")))[1]
 
 
-@pytest.mark.parametrize(("theme", "ground"), [(0, "#fafbfc"), (1, "#171b20")])
-def test_colours_stand_out_from_the_ground(theme, ground):
+def test_colours_stand_out_from_the_ground():
     def light(colour):
         parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 
-    for colours in labels.COLOURS:
-        contrast = light(colours[theme]) / light(ground)
-        assert max(contrast, 1 / contrast) >= 4.5, colours[theme]
+    assert all(light("#ffffff") / light(colour) >= 4.5 for colour in labels.COLOURS)
 
 
 @pytest.mark.parametrize("augment", [False, True, "flip+cutout"])
@@ -300,7 +285,7 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
     words = ["held", "did not hold", "undecided"]
     assert [text for text in page.texts if text in words] == words
     assert [a["src"] for tag, a in page.tags if tag == "img"] == ["data:image/svg+xml;base64,PHN2Zy8+"]
-    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert "script" not in dict(page.tags)
 
 
 @pytest.mark.parametrize("rows", [[{"w1": "far", "w2": 1.0}], [3], [{"step": {}}] * 2])
@@ -310,17 +295,16 @@ def test_an_experiment_with_odd_numbers_is_left_out_with_a_line(rows, tmp_path):
     assert "fig1 cannot be judged: " in report.write(tmp_path).read_text(encoding="utf-8")
 
 
-def test_tables_sort_what_is_missing_last():
+def test_what_was_not_reached_is_infinite():
     found = comparison.compare([*sweep_of("sg"), record("adam", 0.1, [None, None])])
-    assert tables.tuned(found).rows[1][1].value is None and tables.tuned(found).rows[1][1].text == "diverged"
+    assert tables.tuned(found).rows[1][1] == "diverged"
     assert tables.timing(found).columns == ["epochs", "steps", "seconds"]
-    assert [cell.text for cell in tables.timing(found).rows[0]] == ["2", "20", "1.0"]
-    assert [cell.text for cell in tables.timing(found).rows[1]] == ["∞", "∞", "∞"]
+    assert tables.timing(found).rows == [["2", "20", "1.0"], ["∞", "∞", "∞"]]
 
 
 def test_a_stepsize_with_a_seed_that_diverged_says_so():
     found = comparison.compare([record("sg", 0.1, [1.0], 0), record("sg", 0.1, [None], 1)])
-    assert tables.tuned(found).rows[0][1].text == "1.000 where it did not diverge"
+    assert tables.tuned(found).rows[0][1] == "1.000 where it did not diverge"
 
 
 def test_without_tensorboard_its_export_says_how_to_get_it(tmp_path, monkeypatch):

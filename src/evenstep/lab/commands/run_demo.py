@@ -43,8 +43,9 @@ def main(
         stopped = running.run_trials(trials, arrays, path, device)
     if finished := sweep.recorded(trials, arrays, path):
         with running.optional("figure 2"):
-            from .. import plots
+            from .. import drawing, plots
 
-            files = plots.save(plots.plot(finished), path.parent, "figure2")
+            figure = plots.figure2(finished)
+            files = [drawing.save(figure, path.parent / f"figure2.{ending}") for ending in ("png", "svg")]
             print(f"Figure 2: {', '.join(map(str, files))}")
     return running.conclude(path, stopped)

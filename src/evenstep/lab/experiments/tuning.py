@@ -58,7 +58,7 @@ Entrant = tuple[Contender, dict[str, Any]]  # with the settings of its trials
 
 def strength(record: Record) -> float:
     """The strength of the L2 term in a run's loss."""
-    return record["config"]["model_options"].get("l2", 0.0)
+    return (record["config"].get("model_options") or {}).get("l2", 0.0)
 
 
 def doubled(low: float, count: int = 7) -> tuple[float, ...]:
