@@ -20,18 +20,15 @@ from evenstep.lab import (
     checkpoint,
     cli,
     data,
-    diagnosis,
     experiments,
     records,
     reproduce,
     reproduction,
     trial,
     usage,
-    user_code,
 )
 from evenstep.lab.commands import COMMANDS, run_reproduction, run_sweep, shared
 from evenstep.lab.methods import METHODS
-from evenstep.lab.models import paper_cnn
 from evenstep.lab.trial import Trial
 from small_images import small_arrays
 
@@ -578,12 +575,6 @@ def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
 
 
-def test_a_file_in_place_of_tensorboards_folder_is_told_by_its_flag(tmp_path, capsys):
-    records.append(tmp_path / "records.jsonl", {"config": {"name": "x"}})
-    told = refused(capsys, "report", tmp_path, "--tensorboard", tmp_path / "records.jsonl")
-    assert f"--tensorboard {tmp_path / 'records.jsonl'} cannot be written (File exists)" in told
-
-
 def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
     assert "has no *.jsonl records" in refused(capsys, "report", tmp_path)
 
@@ -799,17 +790,3 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys
     assert "model.py:3: SyntaxError: " in refused(capsys, "doctor", f"{model_file}:build")
     model_file.write_text("import torch\nimport no_such_module\n")
     assert "model.py:2: ModuleNotFoundError: " in refused(capsys, "doctor", f"{model_file}:build")
-
-
-def test_doctor_counts_what_a_step_does():
-    model = paper_cnn(channels=1)
-    coverage = __import__("evenstep").UnitStep(model).coverage()
-    x = torch.randn(4, 1, 32, 32)
-    found = diagnosis.cost(model, coverage, lambda it: user_code.scalar(it(x)))
-    inputs = 4 * (32 * 32 + 6 * 14 * 14 + 400 + 120 + 84)
-    assert found.read == 4 * inputs and found.added == diagnosis.SUMS * inputs
-    weights = {"0": 28 * 28, "3": 10 * 10, "7": 1, "9": 1, "11": 1}
-    macs = 4 * sum(model.get_submodule(k).weight.numel() * places for k, places in weights.items())
-    first = 4 * model[0].weight.numel() * 28 * 28  # whose input needs no gradient
-    assert found.flops == 2 * (3 * macs - first)
-    assert all(p.grad is None for p in model.parameters())

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shlex
-import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -21,8 +20,6 @@ from evenstep.lab import (
     rerun,
     summary,
     tables,
-    tensorboard,
-    usage,
 )
 from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
@@ -305,36 +302,6 @@ def test_what_was_not_reached_is_infinite():
 def test_a_stepsize_with_a_seed_that_diverged_says_so():
     found = comparison.compare([record("sg", 0.1, [1.0], 0), record("sg", 0.1, [None], 1)])
     assert tables.tuned(found).rows[0][1] == "1.000 where it did not diverge"
-
-
-def test_without_tensorboard_its_export_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(usage.UsageError, match="pip install tensorboard"):
-        tensorboard.export(sweep_of("sg"), tmp_path)
-
-
-def test_tensorboard_gets_every_finite_number(tmp_path, monkeypatch):
-    written = {}
-
-    class Writer:
-        def __init__(self, folder):
-            self.rows = written.setdefault(folder, [])
-
-        def add_scalar(self, *row):
-            self.rows.append(row)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", type(sys)("tensorboard"))
-    sys.modules["torch.utils.tensorboard"].SummaryWriter = Writer
-    tensorboard.export([record("sg", 0.1, [2.0, None]), record("../" + HOSTILE, 0.1, [1.0])], tmp_path)
-    first, second = written
-    assert [row for row in written[first] if row[0] == "train_loss"] == [("train_loss", 2.0, 1)]
-    assert second.startswith(str(tmp_path)) and "/" not in second[len(str(tmp_path)) + 1 :]
 
 
 def test_what_the_lab_writes_is_a_run():

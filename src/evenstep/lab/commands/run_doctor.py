@@ -42,9 +42,7 @@ def main(options: Options) -> int:
     for name, floats in diagnosis.state_floats(model).items():
         print(f"  {name:<22}{floats:>20.3f}{4 * floats * trained / 1e6:>17.3g}")
     if arguments is None:
-        print(
-            "\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to count and time a step."
-        )
+        print("\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to time a step.")
         return 0
 
     args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)
@@ -53,14 +51,9 @@ def main(options: Options) -> int:
         return user_code.scalar(network(*args, **kwargs))
 
     way_out = _way_out(options, args, path)
-    cost = user_code.guarded(path, lambda: diagnosis.cost(model, coverage, call), way_out)
     times = user_code.guarded(path, lambda: diagnosis.measure(model, call, device), way_out)
     print(
-        f"\nArithmetic: {cost.flops / 1e9:.3g} GFLOP forward and backward; sums over layer inputs add "
-        f"{cost.added / max(1.0, cost.flops):.2%} and read {cost.read / 1e6:.3g} MB again."
-    )
-    print(
-        f"Time: {1e3 * times.unitstep:.2f} ms a step against {1e3 * times.sgd:.2f} ms of SGD with momentum, "
+        f"\nTime: {1e3 * times.unitstep:.2f} ms a step against {1e3 * times.sgd:.2f} ms of SGD with momentum, "
         f"{times.unitstep / times.sgd:.2f} times (median of {times.rounds} of each, interleaved)."
     )
     return 0

@@ -13,7 +13,6 @@ class Options:
     """Write report.html, one page that opens offline, and plain SVG figures from the records in a folder."""
 
     folder: Annotated[Path, "Folder with *.jsonl records; with --markdown also a single file.", "FOLDER"]
-    tensorboard: Annotated[Path | None, "Also write the runs' curves there for TensorBoard.", "DIR"] = None
     markdown: Annotated[bool, "Write nothing: print the tables of every comparison as Markdown."] = False
 
 
@@ -37,11 +36,6 @@ def main(options: Options) -> int:
         print("\n\n".join(map(tables.markdown, comparison.comparisons(found.runs))))
         return 0
     usage.writable_folder(folder)
-    if options.tensorboard is not None:
-        from .. import tensorboard
-
-        tensorboard.export(found.runs, usage.writable_folder(options.tensorboard, "--tensorboard"))
-        print(f"For TensorBoard: {options.tensorboard}")
     from .. import report
 
     print(f"Report: {report.write(folder, found)}")
