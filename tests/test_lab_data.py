@@ -19,8 +19,6 @@ from evenstep.lab.data import loading
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
-FASHION_SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's package
-
 
 def test_embedded_images_are_balanced_and_padded():
     arrays = data.fashion_mnist_subset()
@@ -195,15 +193,6 @@ def test_idx_files_are_read_and_padded(tmp_path, zipped):
     assert arrays.train_x.sum() == int(truth["train"][0].sum(dtype=np.int64))
     write_idx(tmp_path / "digits", zipped, first=5)
     assert data.load(tmp_path / "digits").name == "digits"
-
-
-@pytest.mark.skipif(not FASHION_SOURCE.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
-def test_embedded_images_are_the_first_of_each_class_in_the_full_set():
-    full, part = data.load(FASHION_SOURCE), data.fashion_mnist_subset()
-    assert full.name == "Fashion-MNIST" and len(full.train_y) == 60_000
-    for digit in range(10):
-        assert torch.equal(full.train_x[full.train_y == digit][:400], part.train_x[part.train_y == digit])
-        assert torch.equal(full.test_x[full.test_y == digit][:100], part.test_x[part.test_y == digit])
 
 
 @pytest.mark.parametrize(

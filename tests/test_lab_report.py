@@ -22,6 +22,7 @@ from evenstep.lab import (
     tables,
 )
 from evenstep.lab.commands import run_sweep as sweep_command
+from evenstep.lab.data.fashion import FASHION_NAME
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
 from made_up import record
@@ -176,6 +177,8 @@ def with_row(**row):
         [record("sg", 0.1, [1e-320])],
         [record("sg", 0.1, [10**300], data="other"), record("sg", 0.2, [1.0], data="other")],
         [record("sg", 0.1, [-1.0])],
+        [record("sg", 0.1, [1.0, 0.0])],
+        [record("sg", 9.0, [None])],
         [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
         [record("sg", 0.1, [1.0], model_options=[3])],
         [record("sg", 0.1, [1.0], model_options="wide")],
@@ -208,15 +211,6 @@ def test_runs_are_compared_only_where_they_can_be():
     )
     assert [len(c.series) for c in found] == [2, 1, 1]
     assert found[1].title == "The paper's CNN on other" and found[1].l0 is None
-
-
-def test_only_diverged_runs_can_be_reported(tmp_path):
-    page = Page(write(tmp_path, record("sg", 9.0, [None])).read_text(encoding="utf-8"))
-    assert "diverged" in page.texts and "100.0%" in page.texts
-
-
-def test_a_loss_of_zero_can_be_drawn(tmp_path):
-    assert write(tmp_path, record("sg", 0.1, [1.0, 0.0])).exists()
 
 
 def test_styles_of_a_comparison_differ_and_known_methods_keep_theirs():
@@ -260,15 +254,9 @@ def parsed(line):
 
 
 def test_methods_at_their_own_stepsizes_share_a_command():
-    runs = [record(m, lr, [1.0], data=rerun.SHIPPED) for m in ("sg", "adam") for lr in METHODS[m].stepsizes]
+    runs = [record(m, lr, [1.0], data=FASHION_NAME) for m in ("sg", "adam") for lr in METHODS[m].stepsizes]
     [line] = rerun.commands(summary.series([*runs]))
     assert "--methods sg adam" in line and "--stepsizes" not in line and "--data fashion" in line
-
-
-def test_the_shipped_data_is_called_what_commands_call_it():
-    from evenstep.lab import data
-
-    assert data.load("fashion").name == rerun.SHIPPED
 
 
 def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):

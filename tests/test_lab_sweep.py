@@ -15,7 +15,7 @@ import torch
 
 from evenstep.lab import comparison, identity, records, sweep
 from evenstep.lab.data import Text, fashion_mnist_subset
-from evenstep.lab.trial import Trial, run
+from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
@@ -50,18 +50,6 @@ def test_a_sweep_runs_what_is_missing_and_keeps_the_order(tmp_path, ran):
     assert ran == [*TRIALS[1:3], TRIALS[0], TRIALS[3]]
 
 
-def test_trials_side_by_side_give_the_records_of_trials_by_themselves(tmp_path):
-    seen = []
-    found = sweep.sweep(
-        TRIALS, ARRAYS, tmp_path / "records.jsonl", at_once=3, on_epoch=lambda trial, row: seen.append(trial.lr)
-    )
-    assert sorted(seen) == sorted(t.lr for t in TRIALS) and {r["environment"]["at_once"] for r in found} == {3}
-    alone = [run(trial, ARRAYS) for trial in TRIALS]
-    for one, other in zip(found, alone, strict=True):
-        rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in r["metrics"]] for r in (one, other)]
-        assert rows[0] == rows[1] and one["config"] == other["config"]
-
-
 def test_a_failing_trial_stops_no_other(tmp_path):
     out, broken = tmp_path / "records.jsonl", Trial("sg", 0.1, epochs=1, batch_size=5, options={"momentum": -1.0})
     with pytest.raises(ValueError, match="momentum"):
@@ -80,20 +68,6 @@ def test_a_refusal_to_begin_lets_the_begun_trials_end(tmp_path):
     with pytest.raises(TimeoutError):
         sweep.sweep(TRIALS, ARRAYS, out, at_once=3, on_begin=begin)
     assert begun == TRIALS[:2] and sorted(keys(records.read(out))) == sorted(wanted(TRIALS[:2]))
-
-
-def test_ctrl_c_keeps_what_is_finished(tmp_path, ran):
-    out = tmp_path / "records.jsonl"
-
-    def stop(record):
-        if record["config"]["lr"] == TRIALS[1].lr:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(TRIALS, ARRAYS, out, on_record=stop)
-    assert keys(records.read(out)) == wanted(TRIALS[:2])
-    sweep.sweep(TRIALS, ARRAYS, out)
-    assert keys(records.read(out)) == wanted(TRIALS) and len(ran) == 4
 
 
 MANY = [Trial("sg", 0.01 * (k + 1), epochs=1, batch_size=5) for k in range(9)]

@@ -62,7 +62,8 @@ def run(arguments: list[str]) -> int:
 
 def overview() -> str:
     """All commands, a line each."""
-    lines = [f"  {name:<10} {_first_sentence(_module(name).Options)}" for name in COMMANDS]
+    texts = {name: inspect.getdoc(_module(name).Options) or "" for name in COMMANDS}
+    lines = [f"  {name:<10} {' '.join(text.split())}" for name, text in texts.items()]
     head = f"usage: evenstep [{{{','.join(COMMANDS)}}}] [OPTION ...]   (default: {DEFAULT})"
     return "\n".join([head, "", *lines, "", "evenstep COMMAND --help lists the options of a command."])
 
@@ -148,10 +149,6 @@ def _reader(kind: type) -> Callable[[str], Any]:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"evenstep.lab.commands.{COMMANDS[name]}")
-
-
-def _first_sentence(options: type[Any]) -> str:
-    return (inspect.getdoc(options) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _fail(message: str, code: int) -> int:

@@ -18,8 +18,8 @@ from .trial import Trial
 class Bar:
     """A count of finished pieces of work, as a context; where the output is no terminal it is shown at the end."""
 
-    def __init__(self, total: int, done: int = 0, *, quiet: bool = False) -> None:
-        self.quiet, self.what = quiet, ""
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.what = ""
         self._begin(total, done)
 
     def _begin(self, total: int, done: int) -> None:
@@ -34,7 +34,7 @@ class Bar:
 
     def say(self, what: str, *, keep: bool = True) -> None:
         """Show the current work; where the output is no terminal, as a line of its own if `keep`."""
-        if keep and what != self.what and not self._live():
+        if keep and what != self.what and not sys.stdout.isatty():
             self.print(what)
         self.what = what
         self._draw()
@@ -56,26 +56,17 @@ class Bar:
     def status(self) -> str:
         """The current work, the count, the time taken and the time left."""
         taken, count, missing = time.monotonic() - self.start, self.done - self.first, self.total - self.done
-        left = f", {_clock(taken / count * missing)} left" if count > 0 and missing > 0 else ""
-        return f"{self.what}  {self.done}/{self.total}  {_clock(taken)}{left}".lstrip()
+        left = f", {timedelta(seconds=round(taken / count * missing))} left" if count > 0 and missing > 0 else ""
+        return f"{self.what}  {self.done}/{self.total}  {timedelta(seconds=round(taken))}{left}".lstrip()
 
     def print(self, line: str) -> None:
         """Print a line above the status."""
-        if not self.quiet:
-            print(("\r\x1b[K" if self._live() else "") + line, flush=True)
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + line, flush=True)
 
     def _draw(self) -> None:
-        if self._live():
+        if sys.stdout.isatty():
             status = self.status()[: shutil.get_terminal_size().columns - 1]
             print(f"\r\x1b[K{status}", end="", flush=True)
-
-    def _live(self) -> bool:
-        """Whether the status can be redrawn in place."""
-        return not self.quiet and sys.stdout.isatty()
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 class Runs:

@@ -37,12 +37,6 @@ def digest(data: Arrays | Text) -> str:
     return _digests[data]
 
 
-def may_be_of(config: dict[str, Any], data: Arrays | Text) -> bool:
-    """Whether a configuration names these data and has their digest or, from before digests, none."""
-    mine = described(data)
-    return config.get("data") == data.name and config.get(DIGEST) in (None, mine.get(DIGEST))
-
-
 def by_key(runs: Iterable[Record], data: Arrays | Text, path: Path) -> dict[str, Record]:
     """Records by configuration; one of data of that name without a digest counts as one of these data.
 
@@ -52,7 +46,7 @@ def by_key(runs: Iterable[Record], data: Arrays | Text, path: Path) -> dict[str,
     for record in runs:
         config = record["config"]
         if config.get("data") == data.name:
-            if not may_be_of(config, data):
+            if config.get(DIGEST) not in (None, mine.get(DIGEST)):
                 raise UsageError(
                     f"{path} holds runs on other data called {data.name} (digest {config[DIGEST]}, of these "
                     f"{mine.get(DIGEST)}); choose another --out, or give the data another name"

@@ -102,16 +102,13 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 def styles(found: "Sequence[Series]") -> list[Style]:
     """A style for each series: known methods look the same everywhere unless two of a kind meet."""
-    free = list(range(len(COLOURS)))
-    chosen: dict[int, int] = {}
-    for number, series in enumerate(found):
-        wanted = PREFERRED.get(series.method)
-        if wanted in free and not series.options:
-            chosen[number] = wanted
-            free.remove(wanted)
-    for number in range(len(found)):
-        if number not in chosen:
-            chosen[number] = free.pop(0) if free else number % len(COLOURS)
+    free, chosen = list(range(len(COLOURS))), dict[int, int]()
+    for known_first in (True, False):
+        for number, series in enumerate(found):
+            wanted = None if series.options else PREFERRED.get(series.method)
+            if number not in chosen and (wanted in free or not known_first):
+                chosen[number] = wanted if wanted in free else free[0] if free else number % len(COLOURS)
+                free = [slot for slot in free if slot != chosen[number]]
     slots = [chosen[number] for number in range(len(found))]
     marks = [(slot + slots[:k].count(slot)) % len(MARKERS) for k, slot in enumerate(slots)]
     return [Style(COLOURS[slot], MARKERS[mark]) for slot, mark in zip(slots, marks, strict=True)]

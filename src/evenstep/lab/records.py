@@ -132,19 +132,13 @@ def _mend(path: Path, file: IO[bytes]) -> str | None:
     try:
         json.loads(content[start:].decode("utf-8"))
     except (ValueError, RecursionError):
-        return f"{cut(path, file, content)} and counts as not run"
+        damaged = path.with_name(path.name + ".damaged")
+        with damaged.open("ab") as side:
+            _write(side, content[start:] + b"\n")
+        file.truncate(start)
+        return f"{path}, line {number} was not written whole; it was moved to {damaged.name} and counts as not run"
     _write(file, b"\n")
     return f"{path}, line {number} had no line end; it was added"
-
-
-def cut(path: Path, file: IO[bytes], content: bytes) -> str:
-    """Move the last line of the file's content to a file beside it; a message."""
-    start, number = content.rfind(b"\n") + 1, content.count(b"\n") + 1
-    damaged = path.with_name(path.name + ".damaged")
-    with damaged.open("ab") as side:
-        _write(side, content[start:] + b"\n")
-    file.truncate(start)
-    return f"{path}, line {number} was not written whole; it was moved to {damaged.name}"
 
 
 def _write(file: IO[bytes], content: bytes) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from . import reading, records, usage
 from .experiments import EXPERIMENTS, Options, Progress, Session
-from .experiments.session import belongs, kept, silent
+from .experiments.session import belongs, kept
 from .reading import Record
 
 
@@ -28,7 +28,7 @@ def reproduce(
     out: Path,
     device: torch.device | str = "cpu",
     budget: float | None = None,
-    show: Progress = silent,
+    show: Progress = lambda what, done, total: None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> list[str]:
     """Run the experiments into `out`, beginning no run after `budget` seconds; the names of those left unfinished.

@@ -42,10 +42,6 @@ class Options:
     seed: int = 0
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """Show no progress."""
-
-
 @dataclass(frozen=True)
 class Session:
     """One run of an experiment: the reader's options, the file of its records, and where it trains."""
@@ -53,7 +49,7 @@ class Session:
     options: Options
     out: Path
     device: torch.device | str = "cpu"
-    progress: Progress = silent
+    progress: Progress = lambda what, done, total: None
 
     def images(self, count: int | None = None, *, many: bool = False) -> data.Arrays:
         """The image set on the device, at most `count` of it; records on other data in the file are a UsageError."""
