@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import cli, comparison, display, drawing, plots, records, sweep, tables
+from evenstep.lab import cli, comparison, drawing, plots, records, sweep, tables
 from evenstep.lab.commands import run_demo as command
 from made_up import record
 from small_images import small_arrays
@@ -50,29 +50,6 @@ def test_demo_trains_in_one_thread_and_gives_the_others_back(tmp_path):
     run_demo(tmp_path)
     assert {r["environment"]["threads"] for r in records.read(tmp_path / "records.jsonl")} == {1}
     assert torch.get_num_threads() == before
-
-
-def test_another_seed_joins_the_same_report(tmp_path):
-    run_demo(tmp_path)
-    run_demo(tmp_path, seed=1)
-    assert len(lines(tmp_path)) == 12 and "0, 1" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_interrupted_demo_reports_what_is_finished_and_goes_on_later(tmp_path, monkeypatch, capsys):
-    real, calls = display.Runs.finished, []
-
-    def finished(*arguments):
-        calls.append(real(*arguments))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(display.Runs, "finished", finished)
-        assert run_demo(tmp_path) == 130
-    first = lines(tmp_path)
-    assert 2 <= len(first) < 6 and (tmp_path / "report.html").is_file() and "Stopped" in capsys.readouterr().out
-    assert run_demo(tmp_path) == 0
-    assert lines(tmp_path)[: len(first)] == first and len(lines(tmp_path)) == 6
 
 
 def test_demo_interrupted_at_once_says_so(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 def write(folder, *found, name="records.jsonl", extra=()):
     lines = [json.dumps(r) for r in found] + list(extra)
-    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
     return report.write(folder)
 
 
@@ -114,6 +114,7 @@ def test_hostile_texts_stay_texts(tmp_path):
         '{"metrics": []}',
         "[" * 100_000,
         '{"config": 3}',
+        '{"config": {"a": "\udcff"}}',
     ],
 )
 def test_a_line_that_is_no_record_is_reported_and_the_rest_is_shown(line, tmp_path):
@@ -122,6 +123,17 @@ def test_a_line_that_is_no_record_is_reported_and_the_rest_is_shown(line, tmp_pa
     assert len(found.runs) == 1 and len(found.faults) == 1 and "records.jsonl, line 2" in found.faults[0]
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert any("records.jsonl, line 2: not a record" in text for text in page.texts)
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a record"):
+        records.read(tmp_path / "records.jsonl")
+
+
+def test_evenstep_of_version_0_1_is_unitstep_and_todays_is_itself(tmp_path):
+    old = record("evenstep", 0.1, [1.0])
+    new, path = {**old, "format": reading.FORMAT}, tmp_path / "records.jsonl"
+    page = Page(write(tmp_path, old, new).read_text(encoding="utf-8"))
+    assert {"UnitStep", "EvenStep"} <= set(page.texts)
+    assert [r["config"]["method"] for r in reading.read(tmp_path).runs] == ["unitstep", "evenstep"]
+    assert records.append(path, {**new, "seed": 1}, once=True)["seed"] == 0 and records.make({}, 0, [])["format"] == 2
 
 
 def broken(**changes):

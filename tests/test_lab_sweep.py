@@ -116,14 +116,6 @@ def test_a_line_cut_short_is_mended_reported_and_kept(tmp_path, ran):
     assert records.mend(out) is None and records.mend(tmp_path / "none.jsonl") is None
 
 
-def test_what_another_left_half_written_does_not_spoil_the_next_record(tmp_path):
-    out, record = tmp_path / "records.jsonl", {"config": {"lr": 1.0}}
-    out.write_text('{"config": {"lr"')
-    with pytest.warns(UserWarning, match="line 1 was not written whole"):
-        records.append(out, record)
-    assert records.read(out) == [record]
-
-
 def test_a_configuration_is_recorded_once(tmp_path):
     out = tmp_path / "records.jsonl"
     first = records.append(out, {"config": {"lr": 1.0, "of": [1]}, "run": 1}, once=True)

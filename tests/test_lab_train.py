@@ -132,25 +132,6 @@ def test_records_survive_the_file_with_null_for_nan(tmp_path):
     assert {"torch", "device", "threads"} <= made["environment"].keys() and {"commit", "time"} <= made.keys()
 
 
-def test_a_broken_record_is_named(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"config": {}}\n{"a": \n')
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a record"):
-        records.read(path)
-
-
-@pytest.mark.parametrize("line", [b"3", b'{"a": 1}', b'{"config": {"a": "\xff"}}', b"[" * 100_000])
-def test_lines_that_are_no_records_are_refused_by_both_readers(line, tmp_path):
-    path, found = tmp_path / "records.jsonl", reading.Reading()
-    path.write_bytes(b'{"config": {}}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 3: not a record"):
-        records.read(path)
-    reading.read_file(path, "it", found)
-    assert len(found.faults) == 1 and found.faults[0].startswith("it, line 3: not a record")
-    with pytest.raises(ValueError, match="line 3"):
-        records.append(path, {"config": {"a": 1}}, once=True)
-
-
 def test_blank_lines_are_skipped_and_only_a_line_feed_ends_a_record(tmp_path):
     path, made = tmp_path / "records.jsonl", {"config": {"name": "a\u2028b\x85c"}}
     path.write_bytes(b"\n" + json.dumps(made, ensure_ascii=False).encode() + b"\r\n \n")

@@ -16,12 +16,10 @@ from small_images import small_arrays
 ARRAYS = small_arrays(count=20, channels=1)
 
 
-def counting(name, steps, log, *, fails=False):
+def counting(name, steps, log):
     for k in range(steps):
         log.append((name, k))
         yield
-    if fails:
-        raise ValueError(name)
     return name
 
 
@@ -30,38 +28,6 @@ def test_works_advance_in_turn_and_end_in_their_own_time():
     works = [counting("a", 3, log), counting("b", 1, log), counting("c", 1, log)]
     assert list(round_robin(works, "cpu", at_once=2)) == ["b", "a", "c"]
     assert log == [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("c", 0)]
-
-
-def test_a_work_begins_only_when_there_is_room():
-    log, begun = [], []
-
-    def works():
-        for name in "abc":
-            begun.append((name, len(log)))
-            yield counting(name, 2, log)
-
-    assert list(round_robin(works(), "cpu", at_once=1)) == ["a", "b", "c"]
-    assert begun == [("a", 0), ("b", 2), ("c", 4)]
-
-
-def test_a_work_that_raises_stops_no_other_and_is_told_in_the_end():
-    results, log = [], []
-    with pytest.raises(ValueError, match="bad"):
-        for name in round_robin([counting("bad", 1, log, fails=True), counting("good", 3, log)], "cpu", at_once=2):
-            results.append(name)
-    assert results == ["good"]
-
-
-def test_a_source_of_works_that_raises_lets_the_begun_ones_end():
-    log = []
-
-    def works():
-        yield counting("first", 3, log)
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError):
-        list(round_robin(works(), "cpu", at_once=2))
-    assert log == [("first", 0), ("first", 1), ("first", 2)]
 
 
 def alone(one, data=ARRAYS, device="cpu"):
@@ -91,9 +57,9 @@ def test_seconds_leave_out_the_time_of_other_trials(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Training(model, optimizer, ARRAYS, epochs=1, batch_size=5, seed=0)
 
-    fast, other = training(0.0), training(0.05)
+    fast, other = training(0.0), training(0.2)
     list(round_robin([fast.run(), other.run()], "cpu", at_once=2))
-    assert other.rows[0]["seconds"] > 0.2 > 4 * fast.rows[0]["seconds"]
+    assert other.rows[0]["seconds"] > 0.8 > 4 * fast.rows[0]["seconds"]
 
 
 def test_no_trial_is_captured_on_a_cpu():

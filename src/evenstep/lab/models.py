@@ -78,10 +78,13 @@ class _L2Gradient(torch.autograd.Function):
 
 
 class CharTransformer(nn.Module):
-    """A small causal language model over characters, pre-norm, GELU, learned positions, no dropout."""
+    """A small causal language model over characters, pre-norm, GELU, learned positions, no dropout or batch norm."""
 
-    def __init__(self, vocabulary: int, context: int = 128, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+    def __init__(self, vocabulary: int, batch_norm: bool = False) -> None:
+        if batch_norm:
+            raise ValueError("transformer: there is no batch-norm version of it.")
         super().__init__()
+        context, width, depth, heads = 128, 128, 4, 4
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
@@ -92,13 +95,6 @@ class CharTransformer(nn.Module):
         """Logits [batch, time, vocabulary] of the next character."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.blocks(self.token(tokens) + self.position(places), mask=self.mask, is_causal=True))
-
-
-def transformer(vocabulary: int, batch_norm: bool = False) -> nn.Module:
-    """`CharTransformer` with the arguments of the other networks; it has no batch-norm version."""
-    if batch_norm:
-        raise ValueError("transformer: there is no batch-norm version of it.")
-    return CharTransformer(vocabulary)
 
 
 def _network(
@@ -148,5 +144,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "paper_cnn": paper_cnn,
     "deep_net": deep_net,
     "alexnet": alexnet,
-    "transformer": transformer,
+    "transformer": CharTransformer,
 }
