@@ -314,6 +314,7 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
     assert record["config"]["method"] == "unitstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
+    assert call("report", tmp_path, "--markdown") == 0 and "| UnitStep | 0.05 |" in capsys.readouterr().out
 
 
 def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):

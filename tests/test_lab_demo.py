@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from evenstep.lab import cli, comparison, drawing, plots, records, sweep, tables
+from evenstep.lab import cli, comparison, display, drawing, plots, records, sweep, tables
 from evenstep.lab.commands import run_demo as command
 from made_up import record
 from small_images import small_arrays
@@ -81,6 +81,15 @@ def test_figure_and_table_of_only_diverged_runs():
     found = [record("sg", 9.0, [None])]
     assert len(plots.figure2(found).axes) == 2
     assert tables.best(comparison.compare(found)).count("diverged") == 1
+
+
+def test_on_a_terminal_the_status_is_redrawn_below_the_lines(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with display.Bar(4) as bar:
+        bar.say("work")
+        bar.advance("one is done")
+    shown = capsys.readouterr().out
+    assert "\r\x1b[Kone is done\n\r\x1b[Kwork  1/4  0:00:00, 0:00:00 left" in shown and shown.endswith("left\n")
 
 
 def test_without_arguments_the_demo_runs(monkeypatch):

@@ -10,9 +10,11 @@ from torch.nn import functional
 
 from evenstep.lab import identity, reading, records, sweep, trial
 from evenstep.lab.commands import run_training, shared
+from evenstep.lab.data import Text
 from evenstep.lab.evaluate import evaluate
+from evenstep.lab.loader import epoch_batches
 from evenstep.lab.methods import METHODS
-from evenstep.lab.models import alexnet, deep_net, paper_cnn
+from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
@@ -116,6 +118,16 @@ def test_evaluation_measures_loss_accuracy_and_dead_units():
         output = model(arrays.normalize(arrays.test_x))
     assert result["test_accuracy"] == pytest.approx((output.argmax(1) == arrays.test_y).float().mean().item())
     assert result["test_loss"] == pytest.approx(functional.cross_entropy(output, arrays.test_y).item(), rel=1e-5)
+
+
+def test_text_comes_in_windows_and_is_evaluated_by_characters():
+    text = Text(torch.arange(900) % 7, torch.arange(300) % 7, "alphabet", "abcdefg")
+    x, y = next(epoch_batches(text, 3, torch.Generator().manual_seed(0)))
+    assert x.shape == (3, 128) and torch.equal(y, (x + 1) % 7)
+    found = evaluate(MODELS["transformer"](text.channels), text)
+    assert found["test_loss"] == pytest.approx(math.log(7), abs=0.7) and 0 <= found["test_accuracy"] <= 1
+    with pytest.raises(ValueError, match="no batch-norm version"):
+        MODELS["transformer"](7, batch_norm=True)
 
 
 def test_evaluation_of_a_net_without_relu():

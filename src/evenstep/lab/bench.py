@@ -55,7 +55,7 @@ class Setting:
     def taking_part(self) -> list[str]:
         """The contenders that this network can have, each once; those of the other version follow the current ones."""
         names = [n for n in dict.fromkeys(self.contenders) if n != "batch-norm" or SUBJECTS[self.model].norm]
-        return names + [name + OLD for name in names if self.against is not None and CONTENDERS[name].ours]
+        return names + [name + OLD for name in names if self.against is not None and CONTENDERS[name].packaged]
 
     def config(self) -> dict[str, Any]:
         """This setting for a record; the other version is named by its commit, not by its folder.

@@ -71,7 +71,7 @@ class Board:
 
     def __init__(self, url: str, members: Collection[str], stale: float) -> None:
         self.members, self.stale = members, stale
-        self.mine: dict[str, int] = {}  # trial id of each run of this process
+        self.running: dict[str, int] = {}  # trial id of each run of this process
         import optuna
         from optuna.storages import JournalStorage, RDBStorage
         from optuna.storages.journal import JournalFileBackend
@@ -99,7 +99,7 @@ class Board:
 
         def beat() -> None:
             while not done.wait(self.stale / 6):
-                for trial_id in list(self.mine.values()):
+                for trial_id in list(self.running.values()):
                     self._set(trial_id, alive=time.time())
 
         threading.Thread(target=beat, daemon=True).start()
@@ -107,7 +107,7 @@ class Board:
             yield
         finally:
             done.set()
-            for trial_id in self.mine.values():
+            for trial_id in self.running.values():
                 self._set(trial_id, self.states.FAIL)
 
     def take(self) -> str | None:
@@ -122,13 +122,13 @@ class Board:
             for trial_id in {t._trial_id for t in attempts} - {owner}:  # the dead, or mine if another was faster
                 self._set(trial_id, self.states.FAIL)
             if owner == mine:
-                self.mine[name] = mine
+                self.running[name] = mine
                 return name
         return None
 
     def finish(self, name: str, record: Record) -> None:
         """Put the record into the study, unless another process has taken the run over."""
-        self._set(self.mine.pop(name), self.states.COMPLETE, record=record)
+        self._set(self.running.pop(name), self.states.COMPLETE, record=record)
 
     def complete(self) -> dict[str, Record]:
         """The records of all finished runs."""
