@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..math.change_of_variables import Scales
 from ..math.moments import Sums
 from ..math.segments import Segments
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     rows: Tensor  # per layer
     applied: Tensor  # per layer: how often its weight was used
     examples: Tensor  # per layer
-    usable: Tensor | None = None  # per layer: whether it has rows, and all its sums are finite
+    usable: Tensor  # per layer: whether it has rows, and all its sums are finite
     sums: Sums | None = None  # per input, about `centre`; rows per input, too
     centre: Tensor | None = None  # per input
     g2: Tensor | None = None  # per output: Σ ĝ²
@@ -63,18 +63,6 @@ class Layers(NamedTuple):
     fan_in: Tensor  # per layer: n of §3.5
     biased: bool  # whether their biases train with them
     group: Mapping[str, Any]
-
-
-class Scales(NamedTuple):
-    """Coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per layer or output (None: 1)."""
-
-    mu: Tensor | None = None
-    alpha: Tensor | None = None
-    spread: Tensor | None = None
-    fresh: Tensor | None = None
-    raised: Tensor | None = None  # per layer: inputs that the fresh-max guard changed
-    beta: Tensor | None = None
-    constant: Tensor | None = None  # per layer: scale of the bias, the constant input's weight, over β (None: 1)
 
 
 class Coordinates:
@@ -96,11 +84,3 @@ class Coordinates:
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The state after this step: the batch joins the moments."""
         return {}
-
-
-def sharing(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
-    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
-    declared = layers.group.get("sharing")
-    if declared is not None:
-        return torch.full_like(state["sharing"], declared)
-    return torch.where(batch.applied > 0, batch.applied / batch.examples.clamp(min=1), state["sharing"])

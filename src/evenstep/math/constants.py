@@ -85,6 +85,17 @@ def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     return (fan_in * sharing).rsqrt()
 
 
+def sharing(applied: Tensor, examples: Tensor, last: Tensor, declared: float | None = None) -> Tensor:
+    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared.
+
+    >>> sharing(torch.tensor([8.0, 0.0]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]))
+    tensor([4., 3.])
+    """
+    if declared is not None:
+        return torch.full_like(last, declared)
+    return torch.where(applied > 0, applied / examples.clamp(min=1), last)
+
+
 def plain_size(
     mu: Tensor, alpha: Tensor, spread: Tensor, damping: float | Tensor, *, biased: bool, over: Whole = WHOLE
 ) -> tuple[Tensor, Tensor]:

@@ -184,25 +184,6 @@ torch.tensor([1.0]), 0.5)
     return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
 
 
-def fold_settled(mx: Tensor, vx: Tensor, offset: Tensor, square: Tensor, k: float | Tensor) -> None:
-    """`fold` in place for a batch of weight k summed about mx itself: `offset` is ⟨x − mx⟩, `square` ⟨(x − mx)²⟩.
-
-    Then k var + k(1−k) d² is k `square` − k² d².
-
-    >>> mx, vx, one = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0])
-    >>> fold_settled(mx, vx, one, 5 * one, 0.5 * one)
-    >>> mx, vx
-    (tensor([1.5000]), tensor([3.7500]))
-    """
-    if isinstance(k, float) and k < 0.5:  # far from a difference that could be negative by rounding
-        mx.add_(offset, alpha=k)
-        vx.lerp_(square, k).addcmul_(offset, offset, value=-k * k)
-    else:
-        moved = offset * k
-        mx.add_(moved)
-        vx.lerp_(square, k).addcmul_(moved, moved, value=-1).clamp_(min=0)
-
-
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:
     """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it.
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..parallel import dtensor
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics
-from .block import Block
-from .gradients import gradient
+from .block import Block, gradient
 from .torch_step import TorchStep
 from .triton import host
 
