@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import guards
-from .constants import damped, inverse_root, unsteady
+from .constants import damped, inverse_root
 from .moments import Running, Sums, batch_moments, fold, second_moment_about
 from .segments import WHOLE, Whole
 
@@ -47,8 +47,8 @@ def whitened_frame(
     mean, var = batch_moments(sums, centre)
     started = running.mass > 0
     mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
-    if steady:
-        vx = unsteady(vx, mx, steady)
+    if steady:  # a layer without bias gets its constant part through its inputs' means alone, which may never vary
+        vx = torch.maximum(vx, steady * mx * mx)
     q = torch.where(usable, second_moment_about(sums, centre, mx), vx)
     q = torch.maximum(q, guards.unproven(mx, running.mass))
     raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)

@@ -46,15 +46,6 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
-    """The momentum buffer after one more value, torch's convention: M ← m M + value.
-
-    >>> heavy_ball(torch.tensor(2.0), torch.tensor(1.0), 0.5)
-    tensor(2.)
-    """
-    return torch.add(value, buffer, alpha=momentum)
-
-
 def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
 
@@ -92,15 +83,6 @@ def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
     tensor([1., 2.])
     """
     return (square.sqrt() / usual).clamp(min=1)
-
-
-def fan_in_share(fan_in: int, power: float) -> float:
-    """The share of a stepsize that a layer with so many inputs per unit gets; all of it for none, or power 0.
-
-    >>> fan_in_share(16, 0.25)
-    0.5
-    """
-    return float(max(1, fan_in) ** -power)
 
 
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:

@@ -181,7 +181,8 @@ def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
     if not momentum:
         return on_v
     buffers = step.buffers("momentum_buffer")
-    news = [stepsize.heavy_ball(b, v, momentum) for b, v in zip(buffers, step.as_parameters(on_v), strict=True)]
+    values = step.as_parameters(on_v)
+    news = [torch.add(value, buffer, alpha=momentum) for value, buffer in zip(values, buffers, strict=True)]
     put(buffers, news, ok)
     return step.as_blocks(news)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..coordinates.coordinates import Schema, Statistics
-from ..math import stepsize
 from ..parallel import dtensor
 from .base_rule import BaseRule
 from .rule import Rule, RuleStep, plain_share, stand_in
@@ -131,7 +130,7 @@ class TorchRule(Rule):
         """The stepsizes of the block's proxies."""
         power = block.group.get("fan_in_power")
         whitened = block.coordinates.needs >= Statistics.INPUTS
-        share = stepsize.fan_in_share(block.fan_in, power) if power and whitened else 1.0
+        share = block.fan_in**-power if power and whitened else 1.0
         lrs = [lr * share for lr in block.rates()]
         if self.plain is self.base or block.uses_plain_lr:
             return lrs

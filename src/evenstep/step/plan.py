@@ -55,7 +55,7 @@ class Plan(NamedTuple):
         return (
             self.signature == signature
             and all(name in home for home, name in self.homes)
-            and all(memory_of(frozen_biases(block)) == then for block, then in self.frozen)
+            and all(memory_of(block.frozen) == then for block, then in self.frozen)
         )
 
     def lacks(self, state: Any) -> bool:
@@ -74,7 +74,7 @@ def make(signature: list[Any], pairs: Sequence[Pair], state: Any, compiled: bool
     """A plan for these blocks, with their stages."""
     blocks = [block for block, _ in pairs]
     homes = [block.entry.home for block in blocks if block.entry is not None]
-    frozen = [(b, memory_of(found)) for b in blocks if (found := frozen_biases(b))]
+    frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(pairs, state, compiled)
     return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
 
@@ -116,11 +116,6 @@ def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[A
         (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,  # type: ignore[attr-defined]
         tuple(settings),
     )
-
-
-def frozen_biases(block: Block) -> list[Tensor]:
-    """Biases of the layer that do not train with it, but are part of its units' lengths."""
-    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:

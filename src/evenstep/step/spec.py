@@ -1,4 +1,14 @@
-"""The tables that the kernels read: every column, row and flag, named once. The host fills them by these names."""
+"""What the step in torch and its kernels share: every column, row, flag and guard constant of the kernels, named once.
+
+Triton reads these as constants; the host fills the tables by these names. To let a kernel know more of a step, add a
+column here, fill it in `triton.host`, and read it there.
+"""
+
+import zlib
+
+import torch
+
+from ..math import constants, guards, stepsize
 
 # columns of the table of addresses, which has one row per block; the last count them
 (
@@ -49,3 +59,10 @@ MOTION = 3
 COUNTERS = 3
 # the tally of a layer
 ROWS, ZEROS, USES, EXAMPLES = range(4)
+
+# constants of the mathematics
+TINY, STEADY, LONG = torch.finfo(torch.float32).tiny, constants.STEADY, stepsize.LONG
+CROWD, LEAST, DRIFT = guards.CROWD, guards.LEAST, guards.DRIFT
+
+# all kernels take this number: their builds on disk are kept by their source, which does not say what these names mean
+VERSION = zlib.crc32(repr([(k, v) for k, v in sorted(globals().items()) if k.isupper()]).encode()) >> 1
