@@ -28,15 +28,16 @@ class Whitening(Coordinates):
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """From the moments of earlier batches; this batch's serve the guards."""
-        frame = whitened_frame(
+        scales = whitened_frame(
             *moments(state, batch, layers),
             damping=layers.group["damping"],
             fresh_max=layers.group["fresh_max"],
             steady=0.0 if layers.biased else STEADY,
             over=layers.inputs,
         )
-        beta = geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt() if self.linear else None
-        return Scales(*frame, beta=beta)
+        if not self.linear:
+            return scales
+        return scales._replace(beta=geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt())
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments."""

@@ -155,7 +155,8 @@ def run(base: BaseRule, proxies: Sequence[Proxy], state: Any, own_options: bool,
             groups[key] = proxy.group, {**rule.defaults, **options, **fixed(proxy.lr), "params": []}
         groups[key][1]["params"].append(proxy.q)
     rule.param_groups = [mine for _, mine in groups.values()]
-    unhooked(rule)
+    # without the hooks that torch runs for every optimizer: they run for the outer one
+    getattr(type(rule).step, "__wrapped__", type(rule).step)(rule)
     for proxy in proxies:
         kept = state[proxy.p]
         for name, value in rule.state[proxy.q].items():
@@ -190,30 +191,17 @@ def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set
     own, shape = base.keeps - {"step"}, proxy.grad.shape
     like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
     others = foreign & mine.keys() or (own and not own & mine.keys())
-    if others or not all(v.shape == shape or same_rows(v.shape, shape) for v in like.values()):
+    rows_agree = (v.shape == shape or (v.dim() == len(shape) == 2 and len(v) == shape[0]) for v in like.values())
+    if others or not all(rows_agree):
         for k in mine:
             del state[k]
         return {}
     for k, v in like.items():
         if v.shape != shape:
-            mine[k] = with_columns(v, shape[1])
+            mine[k] = nn.functional.pad(v, (0, shape[1] - v.shape[1]))  # cut, or filled up with zeros
         elif v.stride() != proxy.grad.stride():  # fused rules read memory as it lies
             mine[k] = torch.empty_like(proxy.grad).copy_(v)
     return mine
-
-
-def same_rows(kept: torch.Size, wanted: torch.Size) -> bool:
-    """Whether both are matrices whose numbers of columns alone may differ."""
-    return len(kept) == len(wanted) == 2 and kept[0] == wanted[0]
-
-
-def with_columns(matrix: Tensor, count: int) -> Tensor:
-    """A matrix cut to its first `count` columns, or filled up with zeros.
-
-    >>> with_columns(torch.ones(1, 2), 3), with_columns(torch.ones(1, 2), 1)
-    (tensor([[1., 1., 0.]]), tensor([[1.]]))
-    """
-    return nn.functional.pad(matrix, (0, count - matrix.shape[1]))
 
 
 def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
@@ -225,12 +213,6 @@ def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
     cls = getattr(rule, "func", rule)
     known = inspect.signature(cls).parameters if callable(cls) else {}
     return {name: value for name, value in wanted.items() if value is not None and name in known}
-
-
-def unhooked(rule: Optimizer) -> None:
-    """One step of the rule without the hooks that torch runs for every optimizer: they run for the outer one."""
-    step = type(rule).step
-    getattr(step, "__wrapped__", step)(rule)
 
 
 def fixed(lr: Any) -> dict[str, Any]:

@@ -281,6 +281,7 @@ def move(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
     EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
+    HALF: tl.constexpr = BLOCK // 2
     if tl.load(ok) == 0:
         return
     unit = tl.program_id(0)
@@ -302,12 +303,6 @@ def move(
             at = pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row
             tl.store(at, MOMENTUM * tl.load(at).to(tl.float32) + shift)
     if even:
-        move_row(
-            lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, NESTEROV, EXTERNAL, True, BLOCK,
-        )  # fmt: skip
+        move_row(lies, moving, scale, shift, vectors, left, gain, back, MOMENTUM, NESTEROV, EXTERNAL, True, BLOCK)
     else:
-        move_row(
-            lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, NESTEROV, EXTERNAL, False, BLOCK // 2,
-        )  # fmt: skip
+        move_row(lies, moving, scale, shift, vectors, left, gain, back, MOMENTUM, NESTEROV, EXTERNAL, False, HALF)
