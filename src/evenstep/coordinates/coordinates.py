@@ -74,7 +74,7 @@ class Coordinates:
     beta_per_output: bool = False  # otherwise β is one number per layer
 
     def __init__(self, *, linear: bool = True) -> None:
-        """`linear` is whether the rule is: one that normalizes would keep one stray β of the two, so it gets β = 1."""
+        """`linear` is whether the rule is. One that normalizes gets β = 1: (n·S)^(−1/4) was measured, and lost."""
         self.linear = linear
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:

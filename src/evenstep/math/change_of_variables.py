@@ -14,7 +14,10 @@ from .constants import Constants
 
 
 class Scales(NamedTuple):
-    """The coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per unit or layer (None: 1)."""
+    """The coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per unit or layer (None: 1).
+
+    They may be None since a parameter outside layers may be too large for tensors of zeros and ones beside it.
+    """
 
     mu: Tensor | None = None
     alpha: Tensor | None = None
@@ -73,7 +76,8 @@ def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales | Constants) -> 
 def gradient_to_v_biasless(weight_grad: Tensor, c: Scales | Constants) -> Tensor:
     """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
 
-    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ).
+    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
+    a factor of two (docs/guards.md).
     """
     return project(scaled(weight_grad, c), c)
 

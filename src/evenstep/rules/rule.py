@@ -214,6 +214,8 @@ def stand_in(grad: Tensor) -> nn.Parameter:
 def plain_share(group: dict[str, Any]) -> float:
     """Share of their group's lr that parameters outside layers take: `plain_lr` over the lr it was given with.
 
+    A ratio, so that schedules of lr move both.
+
     >>> [plain_share({"plain_lr": lr, "plain_at": 2.0}) for lr in (0.5, None, 0.0)]
     [0.25, 1.0, 0.0]
     >>> plain_share({"plain_lr": 0.5, "plain_at": 0.0}), plain_share({})  # no ratio; a rule without plain_lr

@@ -1,4 +1,8 @@
-"""Which blocks move in a step, and by which backend; kept until parameters, gradients or settings change."""
+"""Which blocks move in a step, and by which backend; kept until parameters, gradients or settings change.
+
+Plans are not kept for a set of gradients that may come back: a plan may have buffers as large as the model, and sets
+drawn at random, as experts and dropped layers have them, hardly ever come back.
+"""
 
 from collections.abc import Sequence
 from operator import lt
@@ -61,6 +65,7 @@ def make(signature: list[Any], pairs: Sequence[Pair], state: Any, compiled: bool
 
 def group(pairs: Sequence[Pair], state: Any, compiled: bool) -> list[Step]:
     """Steps for blocks with their stages: as few as possible."""
+    # for parameters without a model the tables of the kernels may be larger than the parameters
     kernels = not compiled and any(block.entry is not None for block, _ in pairs)
     found: dict[Any, list[Pair]] = {}
     for block, stage in pairs:

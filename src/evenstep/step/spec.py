@@ -4,6 +4,7 @@ Triton reads these as constants; the host fills the tables by these names. To le
 column here, fill it in `triton.host`, and read it there.
 """
 
+import math
 import zlib
 
 import torch
@@ -32,6 +33,16 @@ STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the
     MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN, POWER, CENTRE_SHARE,
     SETTINGS,
 ) = range(16)  # fmt: skip
+
+# those that are settings of the weight's group: their names there, and the number for None or no such setting
+OF_GROUP = {
+    RADIUS: ("trust", math.inf),
+    DAMPING: ("damping", 0.0),
+    TAU: ("fresh_max", math.inf),
+    MEMORY: ("decay", 0.0),
+    EPS: ("eps", 0.0),
+    DECLARED: ("sharing", math.nan),
+}
 
 # flags in the table of shapes
 BIASED = 1  # its bias trains with it

@@ -99,8 +99,7 @@ class TritonStep:
         sized = [b.coordinates for b in blocks if isinstance(b.coordinates, PlainSize)]
         self.plain_size, self.partly = bool(sized), any((c.power, c.centre) != (1, 1) for c in sized)
         self.captured = False  # whether a CUDA graph holds its addresses
-        shapes = shapes_table(blocks, stages, self._rule_rows())
-        self.width, self.total = place(shapes)
+        shapes, self.width, self.total = shapes_table(blocks, stages, self._rule_rows())
         self.bases = [row[spec.BASE] for row in shapes]
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
         self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
@@ -353,13 +352,14 @@ def aligned(number: int) -> int:
 
 def shapes_table(
     blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], rule_rows: Sequence[tuple[int, int]]
-) -> list[list[int]]:
-    """The table of shapes; `place` fills in where each block's inputs and units begin."""
-    rows, counters = [], 0
+) -> tuple[list[list[int]], int, int]:
+    """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
+    rows, counters, width, total = list[list[int]](), 0, 0, 0
     for block, stage, (gap, bias_gap) in zip(blocks, stages, rule_rows, strict=True):
         groups, units, inputs, area = block.matrix(block.weight).shape
         moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
+        row[spec.BASE], row[spec.START] = width, total
         row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
         row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if moments else (1, 0)
         row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
@@ -372,22 +372,12 @@ def shapes_table(
             row[spec.FLAGS] += spec.COUNTED + spec.SHARED * ("sharing" in block.coordinates.state)
             counters += 1
         rows.append(row)
-    return rows
-
-
-def place(shapes: list[list[int]]) -> tuple[int, int]:
-    """Let each block's inputs begin at a multiple of 8, and its units after those of the block before; the totals."""
-    width = total = 0
-    for row in shapes:
-        row[spec.BASE], width = width, width + -(-row[spec.ALL_INPUTS] // 8) * 8
-        row[spec.START], total = total, total + row[spec.UNITS]
-    return width, total
+        width, total = width + -(-row[spec.ALL_INPUTS] // 8) * 8, total + row[spec.UNITS]
+    return rows, width, total
 
 
 # what the table of settings depends on, beside lr
-SETTINGS = (
-    "maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_lr", "plain_at",
-)  # fmt: skip
+SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name, _ in spec.OF_GROUP.values()))
 
 
 def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | None]) -> list[list[float]]:
@@ -401,23 +391,17 @@ def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | N
             lr = own["lr"]
             row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
             row[decay_column] = own["weight_decay"]
+        for column, (name, none) in spec.OF_GROUP.items():
+            row[column] = none if group.get(name) is None else group[name]
+        if stage is None:
+            row[spec.RADIUS] = torch.inf
+        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else row[spec.DAMPING]
         row[spec.RATIO] = plain_share(group) if block.uses_plain_lr else 1.0
-        row[spec.RADIUS] = torch.inf if stage is None else setting(group, "trust", torch.inf)
-        row[spec.DAMPING], row[spec.TAU] = setting(group, "damping"), setting(group, "fresh_max", torch.inf)
-        row[spec.MEMORY], row[spec.EPS] = setting(group, "decay"), setting(group, "eps")
-        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else setting(group, "damping")
-        row[spec.DECLARED] = setting(group, "sharing", torch.nan)
         row[spec.POWER] = getattr(block.coordinates, "power", 1.0)
         row[spec.CENTRE_SHARE] = getattr(block.coordinates, "centre", 1.0)
         row[spec.FAN_IN] = float(block.fan_in)
         rows.append(row)
     return rows
-
-
-def setting(group: dict[str, Any], name: str, none: float = 0.0) -> float:
-    """A setting of a group; `none` where it is None, or the group has no such setting."""
-    value = group.get(name)
-    return none if value is None else float(value)
 
 
 def gradient_like(p: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # ruff: noqa: D103, PLR0124 -- Triton's language has no docstrings, NaN tests or "and" of its own
-"""The Triton code of a step with one program for each layer, along its inputs: frames before, moments after."""
+"""The Triton code of a step with one program for each layer, along its inputs: coordinates before, moments after."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,10 @@
 # ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
-"""The Triton code of a step with one program for each unit, along its row of weights: sums, then motion.
+"""The Triton code of a step with one program for each unit, along its row of weights: sums, then the step.
 
-Where a rule of torch's gives the steps (`EXTERNAL`), it is shown the gradients first, and both take its steps for them.
-Rows are read and written four numbers at a time where all of them lie evenly (`EVEN`), which the compiler must see.
-Others take half as many at a time: were the numbers the same, threads would have four neighbours each there, too, and
-read them one by one.
+Where a rule of torch's gives the steps (`EXTERNAL`), `write_gradients` runs first, and the other two read its steps.
+Addresses from a table have no known alignment, so a program looks, and takes one of two loops: rows are read and
+written four numbers at a time where all of them are aligned (`EVEN`), which the compiler must see. Others take half as
+many at a time: were the numbers the same, threads would have four neighbours each there, too, and read them one by one.
 """
 
 import triton

@@ -1,7 +1,7 @@
 # ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
 """The Triton code of a step along the units of a layer: how far each may move.
 
-Where units do not go by each other, several programs share a block's: embeddings have many.
+Where units do not depend on each other, several programs share those of a block: embeddings have many.
 """
 
 import triton
@@ -56,10 +56,10 @@ def measure(
         rate, bias_rate = -1.0, -1.0
     beta = tl.load(layers + block * spec.LAYERS + spec.BETA)
     radius, damping = tl.load(g + spec.RADIUS), tl.load(g + spec.UNIT_DAMPING)
-    together = (radius < float("inf")) | (damping > 0)  # units go by each other: one program for all of them
-    if together & (part > 0):
+    joint = (radius < float("inf")) | (damping > 0)  # units depend on each other: one program takes all of them
+    if joint & (part > 0):
         return
-    parts = tl.where(together, 1, parts)
+    parts = tl.where(joint, 1, parts)
     squares = floats(tl.load(p + spec.SQUARE))
     kept = 0.0
     mean = 0.0
@@ -77,7 +77,7 @@ def measure(
                 total += old + kept * (tl.load(sums + spec.GRAD2 * units + start + j, mask=here, other=0.0) - old)
             mean = damping * tl.sum(total, 0) / count
         pieces = tl.load(s + spec.PIECES).to(tl.int32)
-        if pieces > 1:  # of rows outside layers, which go by their own sums alone
+        if pieces > 1:  # rows outside layers that were cut: they depend on their own sums alone
             for u in range(part, count // pieces, parts):
                 sums_here, motion_here, eps = sums + start, motion + start, tl.load(g + spec.EPS)
                 measure_pieces(
