@@ -8,6 +8,7 @@ shaped [group, unit, input, kernel], biases [group, unit]: μ and α are the sam
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .constants import Constants
@@ -63,7 +64,9 @@ def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales | Cons
     """The weights' part of `gradient_to_v`; None is the gradient of a layer without bias."""
     if bias_grad is None:
         return gradient_to_v_biasless(weight_grad, c)
-    return scaled(weight_grad if c.mu is None else weight_grad - per_input(c.mu) * per_unit(bias_grad), c)
+    if c.mu is not None:
+        weight_grad = torch.addcmul(weight_grad, per_input(c.mu), per_unit(bias_grad), value=-1)
+    return scaled(weight_grad, c)
 
 
 def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales | Constants) -> tuple[Tensor, Tensor]:
