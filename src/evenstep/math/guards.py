@@ -51,7 +51,7 @@ def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
 def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, spread: Tensor | None) -> Tensor:
     """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
 
-    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together. Without μ
+    For a step instead of weights: how far it moves the unit's pre-activation, by its mean and deviation. Without μ
     and spread it is the length in plain coordinates.
     """
     length2 = stretch(weight, spread)

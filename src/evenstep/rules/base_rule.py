@@ -30,7 +30,7 @@ class BaseRule:
         if self.name in REFUSED:
             raise ValueError(f"{owner}: {self.name} cannot run in whitened coordinates: {REFUSED[self.name]}.")
         if "weight_decay" in inspect.signature(cls).parameters:
-            keywords = {**keywords, "weight_decay": 0}  # ours acts on w
+            keywords = {**keywords, "weight_decay": 0}  # the optimizer decays w itself
         self.make = partial(rule, **keywords)
         try:
             self.instance: Optimizer = self.make([nn.Parameter(torch.zeros(2, 2))])

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..coordinates.coordinates import Schema, Statistics
+from ..coordinates.whitening import Whitening
 from ..parallel import dtensor
 from .base_rule import BaseRule
 from .rule import Rule, RuleStep, plain_share, stand_in
-
-OURS = {"mx", "vx", "mass", "sharing"}  # state of ours beside the rule's own
 
 
 class Proxy(NamedTuple):
@@ -89,7 +88,7 @@ class TorchRule(Rule):
         return bool(block.group.get("joint")) and block.entry is not None and not block.alone
 
     def state(self, momentum: float) -> Schema:
-        """No fields of ours: torch's rules make their own."""
+        """No fields: torch's rules make their own state."""
         return {}
 
     def rules_of(self, block: Any) -> list[BaseRule]:
@@ -187,7 +186,7 @@ def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set
     Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of
     another shape, is dropped; a matrix with more or fewer biases than before keeps what it can.
     """
-    mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in OURS and (base.counts or k != "step")}
+    mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in Whitening.state and (base.counts or k != "step")}
     own, shape = base.keeps - {"step"}, proxy.grad.shape
     like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
     others = foreign & mine.keys() or (own and not own & mine.keys())
@@ -216,7 +215,7 @@ def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
 
 
 def fixed(lr: Any) -> dict[str, Any]:
-    """What a rule gets whatever its options say: signs and decay are ours."""
+    """Options that override the rule's: the optimizer itself sees to signs and decay."""
     return {"lr": plain_rate(lr), "maximize": False, "weight_decay": 0}
 
 

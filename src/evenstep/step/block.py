@@ -1,4 +1,4 @@
-"""Parameters that move together: a layer's weight with its biases, or one plain parameter.
+"""Parameters that take one step: a layer's weight with its biases, or one plain parameter.
 
 A block presents its tensors in the shapes that `math` works on, [group, unit, input, kernel] and [bias, group, unit],
 and brings a step back to the shapes of the parameters.
