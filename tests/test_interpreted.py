@@ -39,9 +39,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from evenstep.kernels.input_sums import TALL
-from evenstep.math import guards
-from evenstep.math.constants import STEADY
-from evenstep.step.triton.host import LAUNCH, TINY, kernels
+from evenstep.step import spec
+from evenstep.step.triton.host import LAUNCH, kernels
 from evenstep.kernels import triton_input_sums
 
 tables = dict.fromkeys(("addresses", "shapes"), "*i64")
@@ -63,19 +62,17 @@ def build(kernel, warps, **constants):
 
 def built(name, **constants):
     warps, block = LAUNCH[name]
-    build(kernels()[name].kernel, warps, **constants, BLOCK=block)
+    build(kernels()[name].kernel, warps, **constants, BLOCK=block, VERSION=spec.VERSION)
 
 
 for flag in (True, False):
-    built("frame", LINEAR=flag, PLAIN_SIZE=not flag, STEADY=STEADY, DRIFT=guards.DRIFT, SLOTS=16, TINY=TINY)
+    built("frame", LINEAR=flag, PLAIN_SIZE=not flag, PARTLY=not flag, SLOTS=16)
     built("commit")
     for other in (True, False):
-        crowd = guards.CROWD if flag else 0.0
         for external in sorted({False, not flag}):
-            rule = {"UNIT_SCALE": flag, "EXTERNAL": external, "GUARD": other, "LONG": 3.0, "CROWD": crowd}
-            built("measure", **rule, LEAST=guards.LEAST, TINY=TINY, PROJECT=other, SWEEPS=1 + other)
+            built("measure", UNIT_SCALE=flag, EXTERNAL=external, LINEAR=not flag, GUARD=other, PROJECT=other)
             for name in ("add_up", "move", *(["write_gradients"] if external else [])):
-                rule = {"MOMENTUM": 0.9, "HAS_MOMENTUM": flag, "NESTEROV": flag and other, "PROJECT": other}
+                rule = {"MOMENTUM": 0.9 * flag, "NESTEROV": flag and other, "PROJECT": other}
                 built(name, **rule, EXTERNAL=external, KIND="bfloat16" if flag != external else "float32")
     for width, tall in TALL.items():
         build(triton_input_sums.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import BY_HAND, TORCH_RULES
+from evenstep.coordinates.whitening import Whitening
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
@@ -74,6 +75,21 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
 )
 def test_long_rows_outside_layers_are_cut_into_equal_pieces(outside, units, columns, expected):
     assert host.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
+
+
+class HalfWhitening(Whitening):
+    """Coordinates that the kernels do not know, with the name and the state of some that they know."""
+
+    def at(self, state, batch, layers):
+        return super().at(state, batch, layers)._replace(mu=None)
+
+
+@pytest.mark.parametrize(("coordinates", "served"), [(Whitening, True), (HalfWhitening, False)])
+def test_kernels_leave_coordinates_that_they_do_not_know_to_torch(coordinates, served, monkeypatch):
+    monkeypatch.setattr(host, "runs_on", lambda weight: True)
+    optimizer = type("Derived", (evenstep.WhitenedSGD,), {"coordinates": coordinates})(nn.Linear(4, 3))
+    ((block, stage),) = optimizer._with_statistics(optimizer._blocks(lambda p: True))
+    assert host.serves(block, stage, optimizer.state) is served
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

@@ -13,8 +13,9 @@ from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
 from .options import explained
+from .rules.base_rule import BaseRule
 from .rules.orthogonal import OrthogonalRule
-from .rules.torch_rule import BaseRule, TorchRule
+from .rules.torch_rule import TorchRule
 from .step.block import Choice, Group
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer

@@ -12,7 +12,8 @@ from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.torch_rule import BaseRule, TorchRule
+from .rules.base_rule import BaseRule
+from .rules.torch_rule import TorchRule
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 

@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..math.change_of_variables import Scales
 from ..math.constants import canonical_beta2, canonical_mg2
 from ..math.moments import fold_mean
-from .coordinates import Batch, Field, Layers, Scales, Schema, Statistics
+from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .whitening import Whitening
 
 
@@ -22,17 +23,16 @@ class Canonical(Whitening):
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """From the moments of earlier batches; β from the layer's geometry before the first batch."""
-        outputs = layers.outputs
+        scales, widen = super().at(state, batch, layers), layers.outputs.widen
         started = state["mass"] > 0
-        mg2 = torch.where(outputs.widen(started), state["mg2"], batch_mg2(batch, layers))
-        beta2 = canonical_beta2(mg2, layers.group["damping"], outputs)
-        known = outputs.widen(started | (batch.applied > 0))
-        geometry = outputs.widen(self._beta2(state, batch, layers))
-        return super().at(state, batch, layers)._replace(beta=torch.where(known, beta2, geometry).sqrt())
+        mg2 = torch.where(widen(started), state["mg2"], batch_mg2(batch, layers))
+        beta = canonical_beta2(mg2, layers.group["damping"], layers.outputs).sqrt()
+        geometry = torch.ones_like(started, dtype=beta.dtype) if scales.beta is None else scales.beta
+        known = widen(started | (batch.applied > 0))
+        return scales._replace(beta=torch.where(known, beta, widen(geometry)))
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, squared gradients included."""
-        assert batch.usable is not None
         outputs, fresh = layers.outputs, batch_mg2(batch, layers)
         joined = fold_mean(state["mg2"], fresh, outputs.widen(state["mass"]), layers.group["decay"])
         usable = outputs.widen(batch.usable & outputs.every(fresh.isfinite()))

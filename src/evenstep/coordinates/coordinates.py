@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..math.change_of_variables import Scales
 from ..math.moments import Sums
 from ..math.segments import Segments
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     rows: Tensor  # per layer
     applied: Tensor  # per layer: how often its weight was used
     examples: Tensor  # per layer
-    usable: Tensor | None = None  # per layer: whether it has rows, and all its sums are finite
+    usable: Tensor  # per layer: whether it has rows, and all its sums are finite
     sums: Sums | None = None  # per input, about `centre`; rows per input, too
     centre: Tensor | None = None  # per input
     g2: Tensor | None = None  # per output: Σ ĝ²
@@ -65,18 +65,6 @@ class Layers(NamedTuple):
     group: Mapping[str, Any]
 
 
-class Scales(NamedTuple):
-    """Coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per layer or output (None: 1)."""
-
-    mu: Tensor | None = None
-    alpha: Tensor | None = None
-    spread: Tensor | None = None
-    fresh: Tensor | None = None
-    raised: Tensor | None = None  # per layer: inputs that the fresh-max guard changed
-    beta: Tensor | None = None
-    constant: Tensor | None = None  # per layer: scale of the bias, the constant input's weight, over β (None: 1)
-
-
 class Coordinates:
     """A coordinate system. This one is plain: v is w."""
 
@@ -86,7 +74,7 @@ class Coordinates:
     beta_per_output: bool = False  # otherwise β is one number per layer
 
     def __init__(self, *, linear: bool = True) -> None:
-        """`linear` is whether the rule is: one that normalizes would keep one stray β of the two, so it gets β = 1."""
+        """`linear` is whether the rule is. One that normalizes gets β = 1: (n·S)^(−1/4) was measured, and lost."""
         self.linear = linear
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
@@ -96,11 +84,3 @@ class Coordinates:
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The state after this step: the batch joins the moments."""
         return {}
-
-
-def sharing(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
-    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
-    declared = layers.group.get("sharing")
-    if declared is not None:
-        return torch.full_like(state["sharing"], declared)
-    return torch.where(batch.applied > 0, batch.applied / batch.examples.clamp(min=1), state["sharing"])

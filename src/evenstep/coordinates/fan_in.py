@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..math.constants import geometry_beta2
-from .coordinates import Batch, Coordinates, Field, Layers, Scales, Schema, Statistics, sharing
+from ..math.change_of_variables import Scales
+from ..math.constants import geometry_beta2, sharing
+from .coordinates import Batch, Coordinates, Field, Layers, Schema, Statistics
 
 
 class FanIn(Coordinates):
@@ -17,12 +18,11 @@ class FanIn(Coordinates):
     state: ClassVar[Schema] = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
-        """β from the layer's geometry."""
-        return Scales(beta=self._beta2(state, batch, layers).sqrt() if self.linear else None)
-
-    def _beta2(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
-        return geometry_beta2(layers.fan_in, sharing(state, batch, layers))
+        """β from the layer's geometry, where the rule is linear."""
+        if not self.linear:
+            return Scales()
+        return Scales(beta=geometry_beta2(layers.fan_in, self.after(state, batch, layers)["sharing"]).sqrt())
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The sharing count, for steps that see no batch."""
-        return {"sharing": sharing(state, batch, layers)}
+        return {"sharing": sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))}

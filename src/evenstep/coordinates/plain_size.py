@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..math.change_of_variables import Scales
 from ..math.constants import plain_size
-from .coordinates import Batch, Layers, Scales
+from .coordinates import Batch, Layers
 from .whitening import Whitening
 
 

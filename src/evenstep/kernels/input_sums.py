@@ -122,7 +122,7 @@ def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
 
 
 def merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sizes and strides of the same places in the same order, by as few dimensions as may be.
+    """Sizes and strides of the same elements in the same order, with as few dimensions as possible.
 
     >>> merged([(16, 1024), (1, 7), (64, 16), (2, 3)])
     [(1024, 16), (2, 3)]

@@ -6,25 +6,27 @@ A gradient goes to v, any rule makes a step there, the step comes back to w; v i
 shaped [group, unit, input, kernel], biases [group, unit]: μ and α are the same for all kernel positions (App. B).
 """
 
-from typing import Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .constants import Constants
 
-class Scales(Protocol):
-    """What the coordinates of a layer are made of: μ and α per input, β per unit (or one for the layer)."""
 
-    @property
-    def mu(self) -> Tensor:
-        """μ, the inputs' means."""
+class Scales(NamedTuple):
+    """The coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per unit or layer (None: 1).
 
-    @property
-    def alpha(self) -> Tensor:
-        """α, the inputs' scales."""
+    They may be None since a parameter outside layers may be too large for tensors of zeros and ones beside it.
+    """
 
-    @property
-    def beta(self) -> Tensor:
-        """β, the units' scales."""
+    mu: Tensor | None = None
+    alpha: Tensor | None = None
+    spread: Tensor | None = None  # 1/α², the metric that measures a unit
+    fresh: Tensor | None = None  # the metric that measures its step: with this batch's second moment where larger
+    raised: Tensor | None = None  # per layer: inputs that the fresh-max guard changed
+    beta: Tensor | None = None
+    constant: Tensor | None = None  # per layer: scale of the bias, the constant input's weight, over β (None: 1)
 
 
 def per_input(x: Tensor) -> Tensor:
@@ -42,53 +44,63 @@ def mean_response(weight: Tensor, mu: Tensor) -> Tensor:
     return (weight * per_input(mu)).sum((-2, -1))
 
 
-def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
+def scaled(weight: Tensor, c: Scales | Constants) -> Tensor:
+    """α_i β_j x_ij: a gradient or a step on weights, between w and v."""
+    if c.alpha is None:
+        return weight if c.beta is None else weight * per_unit(c.beta)
+    scale = per_input(c.alpha)
+    return weight * (scale if c.beta is None else scale * per_unit(c.beta))
+
+
+def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales | Constants) -> tuple[Tensor, Tensor]:
     """Gradient on v from the gradient on w: α_i β_j (G_ij − μ_i b_j) and β_j b_j.
 
     `bias_grad` is ⟨g_j⟩; where a weight serves several biases, their sum.
     """
-    return weights_to_v(weight_grad, bias_grad, c), c.beta * bias_grad
+    return weights_to_v(weight_grad, bias_grad, c), bias_grad if c.beta is None else c.beta * bias_grad
 
 
-def weights_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> Tensor:
-    """The weights' part of `gradient_to_v`: α_i β_j (G_ij − μ_i b_j)."""
-    centred = weight_grad - per_input(c.mu) * per_unit(bias_grad)
-    return centred * (per_input(c.alpha) * per_unit(c.beta))
+def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales | Constants) -> Tensor:
+    """The weights' part of `gradient_to_v`; None is the gradient of a layer without bias."""
+    if bias_grad is None:
+        return gradient_to_v_biasless(weight_grad, c)
+    if c.mu is not None:
+        weight_grad = torch.addcmul(weight_grad, per_input(c.mu), per_unit(bias_grad), value=-1)
+    return scaled(weight_grad, c)
 
 
-def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
+def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales | Constants) -> tuple[Tensor, Tensor]:
     """Step on w from a step on v: δw_ij = α_i β_j δv_ij, δw_0j = β_j δv_0j − Σ_i μ_i δw_ij (eq. 3)."""
-    step = weights_to_w(weight_step, c)
-    return step, c.beta * bias_step - mean_response(step, c.mu)
+    step = scaled(weight_step, c)
+    bias_step = bias_step if c.beta is None else c.beta * bias_step
+    return step, bias_step if c.mu is None else bias_step - mean_response(step, c.mu)
 
 
-def weights_to_w(weight_step: Tensor, c: Scales) -> Tensor:
-    """The weights' part of `step_to_w`: δw_ij = α_i β_j δv_ij."""
-    return weight_step * (per_input(c.alpha) * per_unit(c.beta))
+def gradient_to_v_biasless(weight_grad: Tensor, c: Scales | Constants) -> Tensor:
+    """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
+
+    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
+    a factor of two (docs/guards.md).
+    """
+    return project(scaled(weight_grad, c), c)
 
 
-def project(weight: Tensor, mu: Tensor, alpha: Tensor) -> Tensor:
+def step_to_w_biasless(weight_step: Tensor, c: Scales | Constants) -> Tensor:
+    """Step on w of a layer without (trainable) bias: δw_j = β_j α ∘ (δv_j (I − k ûûᵀ))."""
+    return scaled(project(weight_step, c), c)
+
+
+def project(weight: Tensor, c: Scales | Constants) -> Tensor:
     """The symmetric factor of a layer without bias: x (I − k ûûᵀ), u = α∘μ over inputs and kernel, k = 1 − 1/√(1+‖u‖²).
 
     Without a bias row, the inverse of eq. 4's block is α(I − ûûᵀ‖u‖²/(1+‖u‖²))α; this is its square root between
     the two α.
     """
-    u = per_input(alpha * mu)
+    if c.mu is None or c.alpha is None:
+        return weight
+    u = per_input(c.alpha * c.mu)
     norm2 = weight.shape[-1] * (u * u).sum((-2, -1), keepdim=True)
     # k/‖u‖² written so that it is right (1/2) at u = 0
     root = (1 + norm2).sqrt()
     along = (weight * u).sum((-2, -1), keepdim=True)
     return weight - along * u / (root * (1 + root))
-
-
-def gradient_to_v_biasless(weight_grad: Tensor, c: Scales) -> Tensor:
-    """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
-
-    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ).
-    """
-    return project(weight_grad * (per_input(c.alpha) * per_unit(c.beta)), c.mu, c.alpha)
-
-
-def step_to_w_biasless(weight_step: Tensor, c: Scales) -> Tensor:
-    """Step on w of a layer without (trainable) bias: δw_j = β_j α ∘ (δv_j (I − k ûûᵀ))."""
-    return weights_to_w(project(weight_step, c.mu, c.alpha), c)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .segments import WHOLE, Whole
 
-STEADY = 1e-6  # share of its squared mean that the variance of an input is taken for at least, in a layer without bias
+STEADY = 1e-6  # least variance of an input over its squared mean, in a layer without bias: what float32 resolves
 
 
 class Constants(NamedTuple):
@@ -44,18 +44,6 @@ def damped(vx: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     return vx + damping * over.mean(vx)
 
 
-def unsteady(vx: Tensor, mx: Tensor, share: float | Tensor) -> Tensor:
-    """The variance at least that share of the squared mean: max(vx_i, share · mx_i²).
-
-    A layer without bias gets its constant part through its inputs' means alone. Where they never vary, it takes the
-    step that inputs have in the limit of small variances; float32 would not resolve smaller ones.
-
-    >>> unsteady(torch.tensor([0.0, 4.0]), torch.tensor([2.0, 2.0]), 0.25)
-    tensor([1., 4.])
-    """
-    return torch.maximum(vx, share * mx * mx)
-
-
 def inverse(x: Tensor) -> Tensor:
     """1/x where x > tiny, else 0: an input that never varies, or a unit without gradient, takes no step.
 
@@ -67,13 +55,13 @@ def inverse(x: Tensor) -> Tensor:
     return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
 
 
-def inverse_root(x: Tensor, tiny: float | None = None, out: Tensor | None = None) -> Tensor:
+def inverse_root(x: Tensor) -> Tensor:
     """The root of `inverse`: 1/√x where x > tiny, else 0.
 
     >>> inverse_root(torch.tensor([4.0, 0.0]))
     tensor([0.5000, 0.0000])
     """
-    return torch.rsqrt(torch.threshold(x, tiny or torch.finfo(x.dtype).tiny, torch.inf), out=out)
+    return torch.rsqrt(torch.threshold(x, torch.finfo(x.dtype).tiny, torch.inf))
 
 
 def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
@@ -83,6 +71,17 @@ def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
     tensor(0.1000)
     """
     return (fan_in * sharing).rsqrt()
+
+
+def sharing(applied: Tensor, examples: Tensor, last: Tensor, declared: float | None = None) -> Tensor:
+    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared.
+
+    >>> sharing(torch.tensor([8.0, 0.0]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]))
+    tensor([4., 3.])
+    """
+    if declared is not None:
+        return torch.full_like(last, declared)
+    return torch.where(applied > 0, applied / examples.clamp(min=1), last)
 
 
 def plain_size(

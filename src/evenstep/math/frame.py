@@ -1,28 +1,13 @@
 """A layer's whitened coordinates for one step, from its moments; and its moments after the step."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from . import guards
-from .constants import damped, inverse_root, unsteady
+from .change_of_variables import Scales
+from .constants import damped, inverse_root
 from .moments import Running, Sums, batch_moments, fold, second_moment_about
 from .segments import WHOLE, Whole
-
-
-class Frame(NamedTuple):
-    """The coordinates of a step.
-
-    `spread` is 1/α², the metric that measures a unit; `fresh` the one that measures its step, which has this batch's
-    second moment where that is larger; `raised` counts the inputs that the fresh-max guard changed.
-    """
-
-    mu: Tensor
-    alpha: Tensor
-    spread: Tensor
-    fresh: Tensor
-    raised: Tensor
 
 
 def whitened_frame(
@@ -35,27 +20,27 @@ def whitened_frame(
     fresh_max: float | Tensor | None,
     steady: float = 0.0,
     over: Whole = WHOLE,
-) -> Frame:
+) -> Scales:
     """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
 
     μ_i = mx_i,   spread_i = raised_i + damping · mean_i raised_i,   α_i = 1/√spread_i
 
-    The first batch uses its own moments, since there are no others. Without any moments the coordinates are fan-in
-    ones. With `over`, many layers are packed into flat tensors, and rows and mass are given for each input. `usable` is
-    whether a layer's batch has rows and finite sums, and `steady` is `constants.STEADY` for a layer without bias.
+    The first batch uses its own moments, since there are no others; without any moments, μ = 0 and α = 1. With `over`,
+    many layers are packed into flat tensors, and rows and mass are per input. `usable` is whether a layer's batch has
+    rows and finite sums, and `steady` is `constants.STEADY` for a layer without bias.
     """
     mean, var = batch_moments(sums, centre)
     started = running.mass > 0
     mx, vx = torch.where(started, running.mx, mean), torch.where(started, running.vx, var)
-    if steady:
-        vx = unsteady(vx, mx, steady)
+    if steady:  # a layer without bias gets its constant part through its inputs' means alone, which may never vary
+        vx = torch.maximum(vx, steady * mx * mx)
     q = torch.where(usable, second_moment_about(sums, centre, mx), vx)
     q = torch.maximum(q, guards.unproven(mx, running.mass))
     raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
     known = usable | started
     floored = damped(raised, damping, over)
     spread = torch.where(known, floored, 1.0)
-    return Frame(
+    return Scales(
         torch.where(known, mx, 0.0),
         inverse_root(spread),
         spread,

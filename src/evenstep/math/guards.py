@@ -1,7 +1,7 @@
 """Guards: bounds on a step that stale moments would make too long (§4.4).
 
-Untriggered, a guard returns what it was given, bit for bit. Both are pure, ask nothing of the host, and say how
-often they fired.
+A guard that does not fire leaves its values unchanged, bit for bit. Guards are pure, never wait for the device, and
+count how often they fire.
 """
 
 import torch
@@ -11,9 +11,9 @@ from .change_of_variables import mean_response, per_input
 from .segments import WHOLE, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
-TRUST_FLOOR = 1e-3  # s₀: a unit shorter than this is measured as if it had this length
+TRUST_FLOOR = 1e-3  # s₀: the least length of a unit; absolute, or units that shrink would take steps of their old size
 DRIFT = 0.2  # how far an input that few batches have shown may be from its mean in the next one, relative to that mean
-LEAST = 0.1  # the share of its radius that the crowd leaves to a unit in any case
+LEAST = 0.1  # the share of its radius that a unit keeps, however far it stands out of its layer
 
 
 def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -30,11 +30,11 @@ def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tenso
 
 
 def unproven(mx: Tensor, mass: Tensor) -> Tensor:
-    """(1 − mass)(d μ_i)²: what the batch's second moment about the running mean is taken for at least; d = DRIFT.
+    """(1 − mass)(d μ_i)²: the least second moment of a batch about the running mean; d = DRIFT.
 
-    Units take steps in proportion to their length, and the inputs of the layers behind them move with them. Of an input
-    that hardly varies the first batches do not tell how far it will be from its mean once all layers have moved. `mass`
-    is that of the running moments, 1 − decayᵗ after t batches: what many batches have shown has its way.
+    The inputs of a layer drift as the layers before it train. For an input that hardly varies, the first batches do not
+    show how far. The floor fades as `mass`, that of the running moments, goes to 1: 1 − decayᵗ after t batches. It does
+    not depend on whether an input is raw data, which is unknown in compiled code.
 
     >>> unproven(torch.tensor([1.0, 10.0]), torch.tensor([0.0, 0.75]))
     tensor([0.0400, 1.0000])
@@ -51,7 +51,7 @@ def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
 def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, spread: Tensor | None) -> Tensor:
     """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
 
-    For a step instead of weights: how far it moves the unit's pre-activation, mean and deviation together. Without μ
+    For a step instead of weights: how far it moves the unit's pre-activation, by its mean and deviation. Without μ
     and spread it is the length in plain coordinates.
     """
     length2 = stretch(weight, spread)
@@ -65,9 +65,9 @@ def trust_factor(
 ) -> tuple[Tensor, Tensor]:
     """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and which units were held back.
 
-    c_j is `radius`, or, given the layer's typical squared relative step, at most CROWD times its root, though never
-    under LEAST times `radius`. A rule that normalizes takes the same absolute step on a unit that has shrunk, which
-    then grows by the whole radius, step after step; its relative step stands out of the crowd.
+    c_j is `radius`. With the layer's typical squared relative step it is at most CROWD times the root of that, but at
+    least LEAST times `radius`: a rule that normalizes takes the same absolute step on a unit that has shrunk, which
+    would then grow by the whole radius in every step.
 
     >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
     (tensor([0.2000, 1.0000]), tensor([ True, False]))

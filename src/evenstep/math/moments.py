@@ -16,7 +16,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Sums(NamedTuple):
-    """What a batch adds up to: `rows` rows, Σ(x − centre) and Σ(x − centre)² for each input."""
+    """Sums over a batch: the number of rows, Σ(x − centre) and Σ(x − centre)² for each input."""
 
     rows: Tensor
     first: Tensor
@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Running mean and variance of each input; `mass` is the weight gathered so far, 0 before the first batch."""
+    """Running mean and variance of each input; `mass` is the sum of all batches' weights, 0 before the first."""
 
     mx: Tensor
     vx: Tensor
@@ -77,7 +77,7 @@ def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
 
 
 class Lattice(NamedTuple):
-    """Where the rows that `thinned` keeps lie in any tensor of one shape and one order in memory."""
+    """The rows that `thinned` keeps, for all tensors of one shape and one order in memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -105,7 +105,7 @@ def lattice(x: Tensor, dim: int, limit: int | None) -> Lattice:
 
 
 def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
-    """Every `stride`-th slice along `dim`, from the middle of the first stride on, and the rows that are left."""
+    """Every `stride`-th slice along `dim`, from the middle of the first stride on, and how many rows remain."""
     size = x.shape[dim]
     stride = max(1, min(stride, size))
     if torch.compiler.is_compiling() and x.dim() > 3:
@@ -131,7 +131,7 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
 
 
 def usable(sums: Sums, over: Whole = WHOLE) -> Tensor:
-    """Whether the batch has rows and nothing but finite sums (a bool that meets every input; stays on the device)."""
+    """Whether the batch has rows and finite sums: a bool on the device, for each layer."""
     return over.every(torch.isfinite(sums.first) & torch.isfinite(sums.second)) & (sums.rows > 0)
 
 
@@ -182,25 +182,6 @@ torch.tensor([1.0]), 0.5)
     k, mass = gain(running.mass, decay)
     d = mean - running.mx
     return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
-
-
-def fold_settled(mx: Tensor, vx: Tensor, offset: Tensor, square: Tensor, k: float | Tensor) -> None:
-    """`fold` in place for a batch of weight k summed about mx itself: `offset` is ⟨x − mx⟩, `square` ⟨(x − mx)²⟩.
-
-    Then k var + k(1−k) d² is k `square` − k² d².
-
-    >>> mx, vx, one = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0])
-    >>> fold_settled(mx, vx, one, 5 * one, 0.5 * one)
-    >>> mx, vx
-    (tensor([1.5000]), tensor([3.7500]))
-    """
-    if isinstance(k, float) and k < 0.5:  # far from a difference that could be negative by rounding
-        mx.add_(offset, alpha=k)
-        vx.lerp_(square, k).addcmul_(offset, offset, value=-k * k)
-    else:
-        moved = offset * k
-        mx.add_(moved)
-        vx.lerp_(square, k).addcmul_(moved, moved, value=-1).clamp_(min=0)
 
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:

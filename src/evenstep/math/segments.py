@@ -9,16 +9,8 @@ from torch import Tensor
 class Whole:
     """One layer: its tensors are reduced as a whole."""
 
-    def every(self, mask: Tensor) -> Tensor:
-        """Whether the mask holds for every element."""
-        return mask.all()
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Mean of `x`, which broadcasts to its elements (0 if `x` is empty)."""
-        return x.mean() if x.numel() else x.sum()
-
     def total(self, x: Tensor) -> Tensor:
-        """Sum of `x`."""
+        """Sum of `x`, one for each layer."""
         return x.sum()
 
     def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -26,12 +18,21 @@ class Whole:
         return tuple(map(self.total, xs))
 
     def most(self, x: Tensor) -> Tensor:
-        """Largest element of `x` (0 if `x` is empty)."""
-        return x.amax() if x.numel() else x.sum()
+        """Largest element of `x`, one for each layer (0 where none is above 0)."""
+        return x.amax().clamp(min=0) if x.numel() else x.sum()
 
     def widen(self, x: Tensor) -> Tensor:
-        """A value of the layer, which broadcasts to its elements."""
+        """A value of each layer, which broadcasts to its elements."""
         return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of `x`, which broadcasts to its elements (0 if `x` is empty)."""
+        total, count = self.totals(x, torch.ones_like(x))
+        return self.widen(total / count.clamp(min=1))
+
+    def every(self, mask: Tensor) -> Tensor:
+        """Whether the mask holds for every element, one for each layer."""
+        return self.total((~mask).float()) == 0
 
 
 class Segments(Whole):
@@ -65,15 +66,6 @@ class Segments(Whole):
     def widen(self, x: Tensor) -> Tensor:
         """One value per layer, repeated for each of its elements."""
         return x if x.dim() == 0 else x.index_select(0, self.owner)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Means, repeated for each element."""
-        total, count = self.totals(x, torch.ones_like(x))
-        return self.widen(total / count)
-
-    def every(self, mask: Tensor) -> Tensor:
-        """Whether the mask holds for every element, one value per layer."""
-        return self.total((~mask).float()) == 0
 
 
 WHOLE = Whole()

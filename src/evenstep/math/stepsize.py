@@ -46,15 +46,6 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def heavy_ball(buffer: Tensor, value: Tensor, momentum: float) -> Tensor:
-    """The momentum buffer after one more value, torch's convention: M ← m M + value.
-
-    >>> heavy_ball(torch.tensor(2.0), torch.tensor(1.0), 0.5)
-    tensor(2.)
-    """
-    return torch.add(value, buffer, alpha=momentum)
-
-
 def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
 
@@ -68,10 +59,10 @@ def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
 
 
 def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
-    """What a unit's squared length is measured by: its running mean or its newest, with a share of the layer's mean.
+    """A unit's squared gradient: the larger of running mean and newest, plus a share of the layer's mean.
 
-    Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. A unit that hardly
-    answers then takes a shorter step, where dividing by its own length alone would blow noise up to a whole one.
+    Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. Without it a tenth
+    of a layer's units took whole steps along noise, and died.
 
     >>> unit_level(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), 0.5)
     tensor([3., 4.])
@@ -83,24 +74,15 @@ LONG = 5.0  # length in whitened coordinates from which a layer's unit takes ste
 
 
 def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
-    """What a unit's even step is multiplied by, from its squared length: its length over the usual one, at least 1.
+    """The factor of a unit's even step, from its squared length: its length over the usual one, at least 1.
 
-    In whitened coordinates units are of length 1 or so, up to LONG. Rows of an embedding or a norm's gains may be far
-    longer, and so may units whose inputs nobody has normalized: steps of lr alone would never shorten them.
+    In whitened coordinates the length of units is about 1, up to LONG. Rows of an embedding, a norm's gains and units
+    with unnormalized inputs may be far longer: steps of lr alone would never shorten them.
 
     >>> own_length(torch.tensor([0.25, 16.0]), usual=2.0)
     tensor([1., 2.])
     """
     return (square.sqrt() / usual).clamp(min=1)
-
-
-def fan_in_share(fan_in: int, power: float) -> float:
-    """The share of a stepsize that a layer with so many inputs per unit gets; all of it for none, or power 0.
-
-    >>> fan_in_share(16, 0.25)
-    0.5
-    """
-    return float(max(1, fan_in) ** -power)
 
 
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:

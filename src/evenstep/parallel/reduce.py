@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from ..math.moments import Sums, recentre
 from ..statistics.batch import LayerStatistics
-from ..step.gradients import all_finite, gradient
+from ..step.block import all_finite, gradient
 
 CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
 

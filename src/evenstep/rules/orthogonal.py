@@ -109,7 +109,8 @@ class OrthogonalRule(Rule):
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
         put(squares, means, ok)
         factor = polar.normalize_lines(factor, torch.cat([s.reshape(groups, -1) for s in means]))
-        lengths = torch.cat([layer.length_on_w(part) for layer, part in zip(layers, factor.split(groups), strict=True)])
+        parts = zip(layers, torch.split(factor, groups), strict=True)
+        lengths = torch.cat([layer.length_on_w(part) for layer, part in parts])
         wanted = torch.cat([layer.length for layer in layers])
         return factor * (wanted / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
 
@@ -143,7 +144,8 @@ class Layer:
         """The norm of the weights' step for each group. A layer without bias moves a little less along its mean."""
         columns = step.shape[-1] - len(self.block.biases)
         weights = step[..., :columns] if self.scale is None else step[..., :columns] * self.scale
-        return torch.linalg.vector_norm(weights, dim=(-2, -1))
+        length: Tensor = torch.linalg.vector_norm(weights, dim=(-2, -1))
+        return length
 
 
 def first_radius(radius: Tensor, norm: Tensor, block: Any) -> Tensor:
@@ -168,4 +170,5 @@ def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
 
 def group_of_rows(block: Any) -> Tensor:
     """The group of each row that this rank has of a sharded layer."""
-    return dtensor.row_numbers(block.weight) // (block.units // block.groups)
+    groups: Tensor = dtensor.row_numbers(block.weight) // (block.units // block.groups)
+    return groups

@@ -1,15 +1,19 @@
-"""What a rule is: it turns gradients on v into directions. To add one: a class here, used by an optimizer class."""
+"""What a rule is, and what it sees of a step. A rule turns gradients on v into directions.
+
+To add one: a class here, used by an optimizer class.
+"""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
-from ..math import stepsize
-from ..math.segments import Segments
+from ..math import guards, stepsize
+from ..math.change_of_variables import Scales
+from ..parallel import dtensor
 
 
 class OnV(NamedTuple):
@@ -34,47 +38,6 @@ class Fused(NamedTuple):
     unit_scale: bool  # whether each unit is divided by the root of its running mean square
 
 
-class RuleStep(Protocol):
-    """The step of some blocks, as a rule sees it. State is packed: one flat tensor per field."""
-
-    blocks: list[Any]
-    state: Any  # the optimizer's
-    group: dict[str, Any]  # whose settings all blocks share; stepsizes and weight decay aside
-    on_v: OnV
-    direction: Direction
-    units: Segments  # the units of each block on this rank; reductions are over all ranks
-
-    def read(self, name: str) -> Tensor:
-        """A field of the blocks' state, packed."""
-
-    def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
-        """Write a packed field back, unless the mask `ok` says that the step does not count."""
-
-    def buffers(self, name: str) -> list[Tensor]:
-        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
-
-    def as_parameters(self, on_v: OnV) -> list[Tensor]:
-        """Tensors on v in the shapes of the parameters: weights, then biases."""
-
-    def as_blocks(self, tensors: list[Tensor]) -> OnV:
-        """The inverse of `as_parameters`."""
-
-    def unit_square(self, on_v: OnV) -> Tensor:
-        """Σ of squares over each unit, its bias included; over all ranks where a unit is split."""
-
-    def unit_length2(self) -> Tensor:
-        """Squared length of each unit in these coordinates."""
-
-    def column_scales(self) -> list[Tensor | None]:
-        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
-
-    def stand_ins(self) -> list[list[nn.Parameter]]:
-        """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
-
-    def take(self, steps: list[list[Tensor]]) -> None:
-        """Take what a torch rule has made of the stand-ins for the direction."""
-
-
 class Rule:
     """A rule. This one takes the gradient itself: plain stochastic gradient, with momentum if the groups ask for it."""
 
@@ -94,14 +57,122 @@ class Rule:
         """The state it keeps."""
         return {"momentum_buffer": Field("parameter")} if momentum else {}
 
-    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
-        """Set the direction of each step. All blocks of the rule come at once; `ok` masks a step not to be taken."""
+    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
+        """Set the direction of each `RuleStep`. All blocks of the rule come at once; `ok` masks a step not to take."""
         for step in steps:
             step.direction = self.direction(step, ok)
 
-    def direction(self, step: RuleStep, ok: Tensor | None) -> Direction:
+    def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
         """The direction of the blocks of one step."""
         return Direction(*heavy_ball(step, step.on_v, ok))
+
+
+class RuleStep:
+    """The step of some blocks, as a rule sees it. What belongs to units is packed: one flat tensor for all blocks."""
+
+    group: dict[str, Any]  # whose settings all blocks share; stepsizes and weight decay aside
+    direction: Direction
+
+    def __init__(self, blocks: Sequence[Any], state: Any, dtype: torch.dtype) -> None:
+        """Blocks of one device, dtype and rule, with equally many biases; `state` is the optimizer's."""
+        first = blocks[0]
+        self.blocks, self.state, self.group, self.rule = list(blocks), state, first.group, first.rule
+        self.device, self.dtype = first.weight.device, dtype
+        self.one = torch.ones((), dtype=dtype, device=self.device)
+        self.parameters = [b.weight for b in blocks]
+        self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
+        self.shapes = [b.matrix(dtensor.local(b.weight)).shape for b in blocks]
+        # the units of each block on this rank; reductions are over all ranks
+        self.units = dtensor.segments([s[:2].numel() for s in self.shapes], first.weight, first.has_rows)
+        self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
+        self.on_v, self.scales, self.alphas = OnV([], None), list[Scales](), list[Tensor | None]()
+
+    def read(self, name: str) -> Tensor:
+        """A field of the blocks' state, packed."""
+        return pack([dtensor.local(self.state[b.weight][name]) for b in self.blocks]).to(self.dtype)
+
+    def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
+        """Write a packed field back, unless the mask `ok` says that the step does not count."""
+        live = [dtensor.local(self.state[b.weight][name]) for b in self.blocks]
+        put(live, list(torch.split(value, [t.numel() for t in live])), ok)
+
+    def buffers(self, name: str) -> list[Tensor]:
+        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
+        return [dtensor.local(self.state[p][name]) for p in self.parameters]
+
+    def as_parameters(self, on_v: OnV) -> list[Tensor]:
+        """Tensors on v in the shapes of the parameters: weights, then biases."""
+        found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
+        biases = [] if on_v.biases is None else [b for row in on_v.biases for b in torch.split(row, self.units.sizes)]
+        shapes = [dtensor.local(p).shape for p in self.parameters[len(found) :]]
+        return found + [bias.view(shape) for bias, shape in zip(biases, shapes, strict=True)]
+
+    def as_blocks(self, tensors: list[Tensor]) -> OnV:
+        """The inverse of `as_parameters`."""
+        count = len(self.blocks)
+        weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
+        rows = [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)]
+        return OnV(weights, torch.stack(rows) if rows else None)
+
+    def per_unit(self, flat: Tensor) -> list[Tensor]:
+        """A number per unit as [group, unit] of each block."""
+        return [part.view(s[:2]) for part, s in zip(torch.split(flat, self.units.sizes), self.shapes, strict=True)]
+
+    def unit_square(self, on_v: OnV) -> Tensor:
+        """Σ of squares over each unit, its bias included; over all ranks where a unit is split."""
+        square = pack([stepsize.unit_square(w, None) for w in on_v.weights])
+        if on_v.biases is not None:
+            square = square + (on_v.biases * on_v.biases).sum(0)
+        return dtensor.reduced(square, self.split_units)
+
+    def unit_length2(self) -> Tensor:
+        """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
+        found = []
+        for block, c in zip(self.blocks, self.scales, strict=True):
+            weight, biases = block.whole()
+            biases = None if biases is None else biases.to(self.dtype)
+            length2 = guards.squared_length(weight.to(self.dtype), biases, c.mu, c.spread)
+            found.append(length2 if biases is None else length2.amin(0))
+        return dtensor.reduced(pack(found), self.split_units)
+
+    # for rules that move parameters, as torch's do
+
+    def column_scales(self) -> list[Tensor | None]:
+        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
+        found: list[Tensor | None] = []
+        for alpha, c, shape in zip(self.alphas, self.scales, self.shapes, strict=True):
+            scale = None if alpha is None else alpha if c.beta is None else alpha * c.beta
+            found.append(None if scale is None else scale.repeat_interleave(shape[3], 1).unsqueeze(1))
+        return found
+
+    def stand_ins(self) -> list[list[nn.Parameter]]:
+        """For each block parameters that are zero and have its gradients on v."""
+        (weights, biases), found = self.on_v, []
+        self.on_v = OnV([], None)  # as large as the model: each gradient goes when its stand-in has it
+        of_block = [None] * len(weights) if biases is None else torch.split(biases, self.units.sizes, 1)
+        for k, (block, bias) in enumerate(zip(self.blocks, of_block, strict=True)):
+            weight, weights[k] = weights[k], self.one
+            if self.rule.joint(block):
+                grads = [joined(weight, bias)]
+            else:
+                rows = [] if bias is None else bias.unbind()
+                shapes = [dtensor.local(b).shape for b in block.biases]
+                grads = [block.unmatrix(weight), *(row.view(s) for row, s in zip(rows, shapes, strict=True))]
+            found.append([stand_in(g.to(block.weight.dtype).contiguous()) for g in grads])
+        return found
+
+    def take(self, steps: list[list[Tensor]]) -> None:
+        """Take what a rule has made of the stand-ins for the direction."""
+        weights, biases = [], []
+        for block, shape, few in zip(self.blocks, self.shapes, steps, strict=True):
+            weight, *rows = [s.to(self.dtype) for s in few]
+            if self.rule.joint(block) and block.biases:
+                weight, columns = weight.tensor_split([-len(block.biases)], 1)
+                rows = list(columns.unbind(1))
+            weights.append(weight.reshape(shape) if self.rule.joint(block) else block.matrix(weight))
+            biases.append([row.reshape(-1) for row in rows])
+        by_bias = [pack(column) for column in zip(*biases, strict=True)]
+        self.direction = Direction(weights, torch.stack(by_bias) if by_bias else None)
 
 
 def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
@@ -110,20 +181,40 @@ def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
     if not momentum:
         return on_v
     buffers = step.buffers("momentum_buffer")
-    news = [stepsize.heavy_ball(b, v, momentum) for b, v in zip(buffers, step.as_parameters(on_v), strict=True)]
+    values = step.as_parameters(on_v)
+    news = [torch.add(value, buffer, alpha=momentum) for value, buffer in zip(values, buffers, strict=True)]
     put(buffers, news, ok)
     return step.as_blocks(news)
 
 
 def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None:
     """Write `new` over `old` in place, unless the mask `ok` says that the step does not count."""
-    if ok is not None:
-        new = [torch.where(ok, n, o) for n, o in zip(new, old, strict=True)]
-    foreach.copy_(old, new)
+    new = [n.view_as(o) for n, o in zip(new, old, strict=True)]
+    foreach.copy_(old, new if ok is None else [torch.where(ok, n, o) for n, o in zip(new, old, strict=True)])
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors flat, one after another."""
+    return torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+
+
+def joined(weight: Tensor, biases: Tensor | None) -> Tensor:
+    """[group, unit, input, kernel] and [bias, unit] as one matrix [unit, inputs · kernel + biases]."""
+    matrix = weight.flatten(2).flatten(0, 1)
+    return matrix if biases is None else torch.cat([matrix, biases.T], dim=1)
+
+
+def stand_in(grad: Tensor) -> nn.Parameter:
+    """A parameter that is zero and has this gradient."""
+    q = nn.Parameter(torch.zeros_like(grad))
+    q.grad = grad
+    return q
 
 
 def plain_share(group: dict[str, Any]) -> float:
     """Share of their group's lr that parameters outside layers take: `plain_lr` over the lr it was given with.
+
+    A ratio, so that schedules of lr move both.
 
     >>> [plain_share({"plain_lr": lr, "plain_at": 2.0}) for lr in (0.5, None, 0.0)]
     [0.25, 1.0, 0.0]

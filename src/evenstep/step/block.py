@@ -1,11 +1,11 @@
-"""Parameters that move together: a layer's weight with its biases, or one plain parameter.
+"""Parameters that take one step: a layer's weight with its biases, or one plain parameter.
 
 A block presents its tensors in the shapes that `math` works on, [group, unit, input, kernel] and [bias, group, unit],
 and brings a step back to the shapes of the parameters.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,26 @@ class Block:
     biases: list[Tensor] = field(default_factory=list)
     bias_groups: list[Group] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Find out what every step needs to know of the layer's layout."""
+        self.layer = None if self.alone else self.entry
+        self.groups = 1 if self.entry is None else self.entry.kind.groups(self.entry.module)
+        # whether this rank has some rows of a layer in groups: they count as groups of one unit
+        self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
+        self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
+        if self.layer is not None and type(self.weight) in dtensor.PLAIN:
+            m = self.layer.kind.matrix(self.layer.module, self.weight)
+            if self.weight.is_contiguous() and m.is_contiguous() and m.data_ptr() == self.weight.data_ptr():
+                self._in_order = m.shape
+
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [group, unit, input, kernel].
 
         A unit of a plain parameter is a row, or the whole tensor if it is 1-D.
         """
-        if self.entry is not None and not self.alone:
+        if self._in_order is not None:
+            return tensor.reshape(self._in_order)
+        if self.layer is not None:
             return self._layer(tensor)
         if self.alone:
             return tensor.reshape(1, tensor.numel(), 1, 1)
@@ -51,10 +65,7 @@ class Block:
         return tensor.reshape(1, rows, tensor.shape[tensor.dim() > 1 :].numel(), 1)
 
     def _layer(self, tensor: Tensor) -> Tensor:
-        """A tensor shaped like the layer's weight, or like this rank's rows of it.
-
-        Rows of a grouped layer are groups of one unit, since a rank may hold a part of a group.
-        """
+        """A tensor shaped like the layer's weight, or like this rank's rows of it."""
         assert self.entry is not None
         if self.rows_as_groups:
             return tensor.reshape(tensor.shape[0], 1, *self.entry.shape[2:])
@@ -62,9 +73,10 @@ class Block:
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
-        if self.entry is not None and not self.alone and not self.rows_as_groups:
-            return self.entry.kind.unmatrix(self.entry.module, matrix, dtensor.local(self.weight))
-        return matrix.reshape(dtensor.local(self.weight).shape)
+        weight = dtensor.local(self.weight)
+        if self.layer is None or self._in_order is not None or self.rows_as_groups:
+            return matrix.reshape(weight.shape)
+        return self.layer.kind.unmatrix(self.layer.module, matrix, weight)
 
     def stack(self, tensors: list[Tensor]) -> Tensor | None:
         """Tensors shaped like the biases, as [bias, group, unit]; None if there are none."""
@@ -72,20 +84,19 @@ class Block:
             return None
         size = tensors[0].numel()
         groups = size if self.rows_as_groups else self.groups
-        rows = [tensor.reshape(groups, size // max(1, groups)) for tensor in tensors]
-        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        return torch.stack([tensor.reshape(groups, size // max(1, groups)) for tensor in tensors])
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Weight and biases of the layer as `matrix` and `stack` shape them, those that do not train included."""
-        if self.entry is None:
-            return self.matrix(dtensor.local(self.weight)), None
-        biases = [self.weight] if self.alone else [b for b in self.entry.biases if b is not None]
-        return self._layer(dtensor.local(self.entry.weight)), self.stack([dtensor.local(b) for b in biases])
+        if self.alone and self.entry is not None:
+            return self._layer(dtensor.local(self.entry.weight)), self.stack([dtensor.local(self.weight)])
+        biases = [dtensor.local(b) for b in self.biases or self.frozen]
+        return self.matrix(dtensor.local(self.weight)), self.stack(biases)
 
     @property
-    def groups(self) -> int:
-        """Number of groups of the layer's inputs and units."""
-        return 1 if self.entry is None else self.entry.kind.groups(self.entry.module)
+    def frozen(self) -> list[Tensor]:
+        """Biases of the layer that do not train with it, but are part of its units' lengths."""
+        return [] if self.entry is None or self.biases else [b for b in self.entry.biases if b is not None]
 
     @property
     def fan_in(self) -> int:
@@ -111,11 +122,6 @@ class Block:
     def has_rows(self) -> bool:
         """Whether units are rows of the weight; otherwise the whole weight is one unit."""
         return self.entry is not None or self.weight.dim() > 1
-
-    @property
-    def rows_as_groups(self) -> bool:
-        """Whether this rank has some rows of a layer in groups."""
-        return self.entry is not None and dtensor.sharded(self.weight) and self.groups > 1
 
     @property
     def treatment(self) -> str:
@@ -179,3 +185,28 @@ def gather(
                 taken.add(id(p))
                 add(p, None)
     return found
+
+
+def gradient(p: Tensor) -> Tensor:
+    """The gradient of a parameter that has one: what this rank has of it."""
+    assert p.grad is not None
+    return p.grad if type(p.grad) is Tensor else dtensor.local(p.grad)
+
+
+def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """Whether all are finite, as a bool on the device, by default that of the first.
+
+    >>> all_finite([torch.tensor([1e30, -1e30])]), all_finite([torch.ones(2), torch.tensor([-torch.inf])])
+    (tensor(True), tensor(False))
+    """
+    some = [g for g in grads if g.numel()]
+    device = device or next((g.device for g in grads), torch.device("cpu"))
+    if not some:
+        return torch.ones((), dtype=torch.bool, device=device)
+
+    def finite(order: float) -> Tensor:
+        return torch.stack([n.to(device) for n in torch._foreach_norm(some, order)]).isfinite().all()
+
+    # the 2-norm takes a tenth of the time on a CPU, but large numbers overflow in it
+    quick = not torch.compiler.is_compiling() and all(g.is_cpu for g in some)
+    return ok if quick and (ok := finite(2.0)) else finite(float("inf"))

@@ -1,8 +1,12 @@
-"""Which blocks move in a step, and by which backend; kept until parameters, gradients or settings change."""
+"""Which blocks move in a step, and by which backend; kept until parameters, gradients or settings change.
+
+Plans are not kept for a set of gradients that may come back: a plan may have buffers as large as the model, and sets
+drawn at random, as experts and dropped layers have them, hardly ever come back.
+"""
 
 from collections.abc import Sequence
 from operator import lt
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,35 +14,14 @@ from torch import Tensor
 from ..parallel import dtensor
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics
-from .block import Block
-from .gradients import gradient
+from .block import Block, gradient
 from .torch_step import TorchStep
-from .triton import host
+from .triton.host import TritonStep, serves
 
 Pair = tuple[Block, LayerStatistics | None]
 
 
-class Step(Protocol):
-    """The step of some blocks, by one backend. `TorchStep` is a `RuleStep`, too; kernels serve rules that need none."""
-
-    blocks: list[Block]
-    stages: list[LayerStatistics]
-    rule: Rule
-    device: torch.device
-    needs_direction: bool  # whether the rule must find its direction: kernels make some rules themselves
-    all_seen: bool  # whether each layer was called since the last step, as far as the host knows
-
-    def look(self, divisor: Tensor | None) -> None:
-        """Find the coordinates, and the gradient on v where the rule is to see it."""
-
-    def finite(self) -> Tensor:
-        """Whether all gradients are finite, as a bool on the device."""
-
-    def move(self, ok: Tensor | None) -> None:
-        """Rule, guards, weights. With a mask, nothing moves where it is false."""
-
-    def commit(self, ok: Tensor | None) -> None:
-        """The batch joins the moments."""
+Step = TorchStep | TritonStep  # one interface: look, finite, move, commit, and what `RuleStep` shows to rules
 
 
 class Plan(NamedTuple):
@@ -56,7 +39,7 @@ class Plan(NamedTuple):
         return (
             self.signature == signature
             and all(name in home for home, name in self.homes)
-            and all(memory_of(frozen_biases(block)) == then for block, then in self.frozen)
+            and all(memory_of(block.frozen) == then for block, then in self.frozen)
         )
 
     def lacks(self, state: Any) -> bool:
@@ -75,53 +58,52 @@ def make(signature: list[Any], pairs: Sequence[Pair], state: Any, compiled: bool
     """A plan for these blocks, with their stages."""
     blocks = [block for block, _ in pairs]
     homes = [block.entry.home for block in blocks if block.entry is not None]
-    frozen = [(b, memory_of(found)) for b in blocks if (found := frozen_biases(b))]
+    frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(pairs, state, compiled)
     return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
 
 
 def group(pairs: Sequence[Pair], state: Any, compiled: bool) -> list[Step]:
     """Steps for blocks with their stages: as few as possible."""
+    # for parameters without a model the tables of the kernels may be larger than the parameters
     kernels = not compiled and any(block.entry is not None for block, _ in pairs)
     found: dict[Any, list[Pair]] = {}
     for block, stage in pairs:
-        by_kernel = kernels and host.serves(block, stage, state)
-        key: tuple[Any, ...] = (by_kernel, block.weight.device, block.weight.dtype, id(block.rule), momentum(block))
-        if not by_kernel:
-            key += (block.group["foreach"] is False and id(block), *shared_by_torch_step(block, stage))
+        backend = TritonStep if kernels and serves(block, stage, state) else TorchStep
+        key: tuple[Any, ...] = (
+            backend,
+            block.weight.device,
+            block.weight.dtype,
+            id(block.rule),
+            block.group.get("momentum", 0.0),
+        )
+        if backend is TorchStep:
+            key += shared_by_torch_step(block, stage)
         found.setdefault(key, []).append((block, stage))
-    return [
-        (host.TritonStep if key[0] else TorchStep)([b for b, _ in some], [s for _, s in some], state)
-        for key, some in found.items()
-    ]
-
-
-def momentum(block: Block) -> float:
-    """The momentum of a block's group."""
-    return float(block.group.get("momentum", 0.0))
+    return [key[0]([b for b, _ in some], [s for _, s in some], state) for key, some in found.items()]
 
 
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
 
 
+def settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The settings that blocks of one step share."""
+    return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)]
+
+
 def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[Any, ...]:
     """What blocks of one `TorchStep` have in common, beside device, dtype and rule."""
     weight = block.weight
-    settings = [(k, v) for k, v in block.group.items() if k not in APART and isinstance(v, int | float | str | None)]
     return (
+        block.group["foreach"] is False and id(block),
         id(block.coordinates),
         len(block.biases),
         block.entry is None,
         stage is None,
         block.has_rows,
         (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,  # type: ignore[attr-defined]
-        tuple(settings),
+        tuple(settings(block.group)),
     )
-
-
-def frozen_biases(block: Block) -> list[Tensor]:
-    """Biases of the layer that do not train with it, but are part of its units' lengths."""
-    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -131,17 +113,9 @@ def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:
     """What a plan depends on: parameters with gradients, their memory, and the settings of groups."""
-    return [
-        compiled,
-        *(
-            (
-                id(group),
-                [v for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)],
-                memory_of([p for p in group["params"] if p.grad is not None]),
-            )
-            for group in groups
-        ),
-    ]
+    moving = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    each = zip(groups, moving, strict=True)
+    return [compiled, *((id(group), settings(group), memory_of(params)) for group, params in each)]
 
 
 def refuse_sparse(owner: str, blocks: list[Block]) -> None:

@@ -1,4 +1,15 @@
-"""The tables that the kernels read: every column, row and flag, named once. The host fills them by these names."""
+"""What the step in torch and its kernels share: every column, row, flag and guard constant of the kernels, named once.
+
+Triton reads these as constants; the host fills the tables by these names. To let a kernel know more of a step, add a
+column here, fill it in `triton.host`, and read it there.
+"""
+
+import math
+import zlib
+
+import torch
+
+from ..math import constants, guards, stepsize
 
 # columns of the table of addresses, which has one row per block; the last count them
 (
@@ -22,6 +33,16 @@ STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the
     MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN, POWER, CENTRE_SHARE,
     SETTINGS,
 ) = range(16)  # fmt: skip
+
+# those that are settings of the weight's group: their names there, and the number for None or no such setting
+OF_GROUP = {
+    RADIUS: ("trust", math.inf),
+    DAMPING: ("damping", 0.0),
+    TAU: ("fresh_max", math.inf),
+    MEMORY: ("decay", 0.0),
+    EPS: ("eps", 0.0),
+    DECLARED: ("sharing", math.nan),
+}
 
 # flags in the table of shapes
 BIASED = 1  # its bias trains with it
@@ -49,3 +70,10 @@ MOTION = 3
 COUNTERS = 3
 # the tally of a layer
 ROWS, ZEROS, USES, EXAMPLES = range(4)
+
+# constants of the mathematics
+TINY, STEADY, LONG = torch.finfo(torch.float32).tiny, constants.STEADY, stepsize.LONG
+CROWD, LEAST, DRIFT = guards.CROWD, guards.LEAST, guards.DRIFT
+
+# all kernels take this number: their builds on disk are kept by their source, which does not say what these names mean
+VERSION = zlib.crc32(repr([(k, v) for k, v in sorted(globals().items()) if k.isupper()]).encode()) >> 1

@@ -11,8 +11,7 @@ from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..parallel import reduce
 from ..step import plan as plans
-from ..step.block import Block
-from ..step.gradients import gradient
+from ..step.block import Block, gradient
 from ..step.plan import Plan
 from ..step.state import init_state
 from .base import NONFINITE, ModelOptimizer

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...coordinates.coordinates import Coordinates, Statistics
+from ...coordinates.fan_in import FanIn
 from ...coordinates.plain_size import PlainSize
+from ...coordinates.whitening import Whitening
 from ...kernels.input_sums import SLOTS, available
 from ...kernels.launch import HostTable, Launcher, on
-from ...math import guards, stepsize
-from ...math.constants import STEADY
+from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
 from ...rules.rule import plain_share
@@ -24,11 +26,11 @@ from ...statistics.batch import LayerStatistics
 from .. import spec
 from ..block import Block
 
+KNOWN = (Coordinates, FanIn, Whitening, PlainSize)  # the coordinates that `frame` finds; not those derived from them
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
 LAUNCH = {"frame": (16, 1024), "measure": (32, 1024), "commit": (16, 2048), "add_up": (2, 512), "move": (2, 256)}
 LAUNCH["write_gradients"] = LAUNCH["move"]
-TINY = torch.finfo(torch.float32).tiny
 LONG, FEW = 16384, 264  # columns of a row that one program would be long with, unless there are many rows
 PIECE, LEAST = 1024, 64  # columns of a piece of such a row, at most and at least
 ALIGNED = 16  # elements: what a torch rule sees begins at multiples of these
@@ -36,29 +38,22 @@ PARTS = 16  # programs that share a block whose units do not depend on each othe
 
 
 def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
-    """Whether the kernels can make a block's step: plain tensors, units as rows in memory, at most one bias."""
-    weight, group = block.weight, block.group
-    if not runs_on(weight) or group["foreach"] is False:
+    """Whether the kernels can make a block's step: coordinates they know, plain tensors, units as rows in memory."""
+    weight, group, rule = block.weight, block.group, block.rule
+    if not runs_on(weight) or group["foreach"] is False or group.get("reduction") == "sum":
         return False
-    if (
-        group.get("reduction") == "sum"
-        or block.alone
-        or block.treatment == "canonical"
-        or (stage is not None and stage.stuffed)
-    ):
+    if type(block.coordinates) not in KNOWN or block.alone or (rule.fused is None and not rule.own_rate):
         return False
-    if block.rule.fused is None and not block.rule.own_rate:
-        return False
-    biases = [*block.biases, *frozen(block)]
-    if any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)) or not weight.numel():
+    biases = [*block.biases, *block.frozen]
+    if len(biases) > 1 or not weight.numel() or any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)):
         return False
     groups, units, inputs, kernel = block.matrix(weight).shape
-    if stage is not None and block.treatment == "whitened" and stage.inputs != groups * inputs:
+    if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
     gap = inner(block)
-    if gap is None or len(biases) > 1 or not pieces(block, groups * units, inputs * kernel):
+    if gap is None or not pieces(block, groups * units, inputs * kernel):
         return False
-    if block.rule.own_rate and block.rule.joint(block) and gap != kernel:  # the rule sees columns in their own order
+    if rule.own_rate and rule.joint(block) and gap != kernel:  # the rule sees columns in their own order
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
@@ -70,9 +65,9 @@ def runs_on(weight: Tensor) -> bool:
     return weight.device.type == "cuda" and weight.dtype in KINDS and available()
 
 
-def frozen(block: Block) -> list[Tensor]:
-    """A bias of the layer that does not train with it, but is part of its units' length."""
-    return [] if block.entry is None or block.biases else [b for b in block.entry.biases if b is not None]
+def whitened(block: Block) -> bool:
+    """Whether its coordinates have moments."""
+    return block.coordinates.needs >= Statistics.INPUTS
 
 
 def has_first_dtypes(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
@@ -96,21 +91,19 @@ class TritonStep:
         first = blocks[0]
         self.blocks, self.of_block, self.state = list(blocks), list(stages), state
         self.stages = [s for s in stages if s is not None]
-        self.rule, self.group = first.rule, first.group
-        self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
-        self.device, count = first.weight.device, len(blocks)
-        self.levels = [next(iter(b.biases or frozen(b)), None) for b in blocks]
-        self.unbiased = any(b.treatment == "whitened" and not b.biases for b in blocks)
-        self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
-        self.plain_size = any(isinstance(b.coordinates, PlainSize) for b in blocks)
-        self.partly = any((c.power, c.centre) != (1, 1) for b in blocks if isinstance(c := b.coordinates, PlainSize))
+        self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
+        self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
+        self.unbiased = any(whitened(b) and not b.biases for b in blocks)
+        self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
+        sized = [b.coordinates for b in blocks if isinstance(b.coordinates, PlainSize)]
+        self.plain_size, self.partly = bool(sized), any((c.power, c.centre) != (1, 1) for c in sized)
         self.captured = False  # whether a CUDA graph holds its addresses
-        shapes = shapes_table(blocks, stages, self._rule_rows())
-        self.width, self.total = place(shapes)
+        shapes, self.width, self.total = shapes_table(blocks, stages, self._rule_rows())
         self.bases = [row[spec.BASE] for row in shapes]
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
         self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
+        count = len(blocks)
         self.addresses = HostTable(count, spec.ADDRESSES, torch.int64, self.device)
         self.settings = HostTable(count, spec.SETTINGS, torch.float32, self.device)
         number = {id(group): k for k, group in enumerate(self.groups)}
@@ -144,7 +137,7 @@ class TritonStep:
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates, and sum over the rows; or write the gradients on v that a torch rule is to see."""
-        if self.rule.fused is None:
+        if self.needs_direction:
             weight = self.blocks[0].weight
             self.for_rule = torch.empty(2, self.rule_total, dtype=weight.dtype, device=self.device)
         with on(self.device):
@@ -152,18 +145,15 @@ class TritonStep:
             rows = [self._addresses(k, block) for k, block in enumerate(self.blocks)]
             self.addresses.send(rows, lambda: rows)
             self.table = self._settings()
-        tensors = self.shapes, self.table, self.vectors, self.batch, self.layers, self.width, len(self.blocks)
-        constants: dict[str, Any] = {
-            "LINEAR": self.rule.linear,
-            "PLAIN_SIZE": self.plain_size,
-            "PARTLY": self.partly,
-            "STEADY": STEADY,
-            "DRIFT": guards.DRIFT,
-            "SLOTS": SLOTS,
-            "TINY": TINY,
-        }
-        self._launch("frame", len(self.blocks), *tensors, **constants)
-        self._along_rows("add_up" if self.rule.fused else "write_gradients")
+        self._launch(
+            "frame",
+            *(self.shapes, self.table, self.vectors, self.batch, self.layers, self.width, len(self.blocks)),
+            LINEAR=self.rule.linear,
+            PLAIN_SIZE=self.plain_size,
+            PARTLY=self.partly,
+            SLOTS=SLOTS,
+        )
+        self._along_rows("write_gradients" if self.needs_direction else "add_up")
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite: no unit's sum of squares is infinite or NaN."""
@@ -171,60 +161,51 @@ class TritonStep:
 
     def move(self, ok: Tensor | None) -> None:
         """How far each unit goes, then the weights, unless the mask `ok` says no."""
-        guarded = bool(self.stages) and any(b.group["trust"] is not None for b in self.blocks)
-        if self.rule.fused is None:
+        if self.needs_direction:
             self._along_rows("add_up")
         self._launch(
             "measure",
-            len(self.blocks),
             *(self.shapes, self.table, self.layers, self.sums, self.motion, self.last, self.fired),
             *(self.always if ok is None else ok, self.total, len(self.blocks)),
             *(guards.TRUST_FLOOR, 1 - self.momentum),
             parts=PARTS,
             UNIT_SCALE=self.rule.fused is not None and self.rule.fused.unit_scale,
-            EXTERNAL=self.rule.fused is None,
-            GUARD=guarded,
-            LONG=stepsize.LONG,
-            CROWD=0.0 if self.rule.linear else guards.CROWD,
-            LEAST=guards.LEAST,
-            TINY=TINY,
+            EXTERNAL=self.needs_direction,
+            LINEAR=self.rule.linear,
+            GUARD=bool(self.stages) and any(b.group["trust"] is not None for b in self.blocks),
             PROJECT=self.unbiased,
-            SWEEPS=1 + guarded,
         )
         self._along_rows("move", ok)
         torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the moments, and the next ones be summed about the running means."""
-        if any(block.treatment != "plain" for block in self.blocks):
+        if any(block.coordinates.state for block in self.blocks):
             mask = self.always if ok is None else ok
-            tensors = self.shapes, self.table, self.batch, self.layers, mask, self.width, len(self.blocks)
-            self._launch("commit", len(self.blocks), *tensors)
+            self._launch("commit", self.shapes, self.table, self.batch, self.layers, mask, self.width, len(self.blocks))
         self._release()
 
-    def _launch(self, name: str, programs: int, *arguments: Any, parts: int = 1, **constants: Any) -> None:
-        """Launch a kernel with so many programs, `parts` times over."""
+    def _launch(self, name: str, *arguments: Any, programs: int = 0, parts: int = 1, **constants: Any) -> None:
+        """Launch a kernel with so many programs, by default one per block, `parts` times over."""
         warps, block = LAUNCH[name]
+        grid, constants = (programs or len(self.blocks), parts, 1), {**constants, "BLOCK": block}
+        # builds differ by their constants and the device alone: the tables are aligned, and of known dtypes
+        key, tensors = self.device.index, (self.addresses.there, *arguments)
         with on(self.device):
-            grid = (programs, parts, 1)
-            # builds differ by their constants and the device alone: the tables are aligned, and of known dtypes
-            kernels()[name](
-                self.device.index, grid, (self.addresses.there, *arguments), warps, **constants, BLOCK=block
-            )
+            kernels()[name](key, grid, tensors, warps, **constants, VERSION=spec.VERSION)
 
     def _along_rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
         fused = self.rule.fused
         self._launch(
             name,
-            self.total,
             *(self.shapes, self.table, self.owner, self.vectors, self.layers, self.sums, self.motion),
             *(self.always if ok is None else ok, self.width, self.total),
+            programs=self.total,
             MOMENTUM=self.momentum,
-            HAS_MOMENTUM=bool(self.momentum),
             NESTEROV=fused is not None and fused.nesterov,
             PROJECT=self.unbiased,
-            EXTERNAL=fused is None,
+            EXTERNAL=self.needs_direction,
             KIND=KINDS[self.blocks[0].weight.dtype],
         )
 
@@ -241,7 +222,7 @@ class TritonStep:
             row[grad_column] = grad.data_ptr()
             if self.momentum:
                 row[buffer_column] = self._buffer(p).data_ptr()
-        level = self.levels[k]
+        level = next(iter(block.biases or block.frozen), None)
         row[spec.WEIGHT], row[spec.LEVEL] = block.weight.data_ptr(), 0 if level is None else level.data_ptr()
         if stage is not None:
             row[spec.SLOTS], row[spec.TALLY] = stage.slots.data_ptr(), stage.tally.data_ptr()
@@ -249,12 +230,11 @@ class TritonStep:
         for column, name in enumerate(spec.STATE, spec.MX):
             row[column] = mine[name].data_ptr() if name in mine else 0
         if self.for_rule is not None:
-            base, size, far = self.for_rule.data_ptr(), self.for_rule.element_size(), self.for_rule.stride(0)
             start, bias = self.rule_starts[k]
-            for column, at in zip(
-                range(spec.TO_RULE, spec.ADDRESSES), (start, bias, far + start, far + bias), strict=True
-            ):
-                row[column] = base + size * at
+            far = self.for_rule.stride(0)  # from the gradients to the steps
+            places = (start, bias, far + start, far + bias)
+            base, size = self.for_rule.data_ptr(), self.for_rule.element_size()
+            row[spec.TO_RULE : spec.ADDRESSES] = [base + size * at for at in places]
         return row
 
     def _buffer(self, p: Tensor) -> Tensor:
@@ -285,27 +265,23 @@ class TritonStep:
         self.rule_starts: list[tuple[int, int]] = []
         self.rule_total, gaps = 0, []
         for block in self.blocks:
-            units = block.units
-            columns, biased, start = block.weight.numel() // units, len(block.biases), self.rule_total
-            together = self.rule.fused is None and block.rule.joint(block)
-            gap = columns + biased if together else columns
-            bias = start + columns if together else start + memory_gap(block.weight.numel())
+            columns, biased, start = block.weight.numel() // block.units, len(block.biases), self.rule_total
+            joint = self.needs_direction and block.rule.joint(block)
+            gap = columns + biased if joint else columns
+            bias = start + columns if joint else start + aligned(block.weight.numel())
+            self.rule_total = start + aligned(block.units * gap) if joint else bias + aligned(block.units * biased)
             self.rule_starts.append((start, bias))
-            self.rule_total = start + memory_gap(units * gap) if together else bias + memory_gap(units * biased)
-            gaps.append((gap, gap if together else 1))
+            gaps.append((gap, gap if joint else 1))
         return gaps
 
     def column_scales(self) -> list[Tensor | None]:
-        """α β of each column of the blocks' matrices, as the frames have left them."""
+        """α β of each column of the blocks' matrices, as `frame` has left them."""
         found: list[Tensor | None] = []
         for k, (block, begin) in enumerate(zip(self.blocks, self.bases, strict=True)):
             groups, _, inputs, kernel = block.matrix(block.weight).shape
-            if block.treatment != "whitened":
-                found.append(None)
-                continue
-            alpha = self.vectors[spec.ALPHA, begin : begin + groups * inputs].view(groups, inputs)
-            scale = alpha * self.layers[k, spec.BETA]
-            found.append(scale.repeat_interleave(kernel, 1).unsqueeze(1))
+            alpha = self.vectors[spec.ALPHA, begin : begin + groups * inputs]
+            scale = alpha.view(groups, inputs) * self.layers[k, spec.BETA] if whitened(block) else None
+            found.append(None if scale is None else scale.repeat_interleave(kernel, 1).unsqueeze(1))
         return found
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
@@ -315,17 +291,14 @@ class TritonStep:
         steps.zero_()
         found = []
         for block, (start, bias) in zip(self.blocks, self.rule_starts, strict=True):
+            tensors = zip((start, bias), block.parameters, strict=False)
+            places = [(at, tuple(p.shape), tuple(p.stride())) for at, p in tensors]
             if block.rule.joint(block):
-                size = block.units, block.weight.numel() // block.units + len(block.biases)
-                places: list[Any] = [(start, size, (size[1], 1))]
-            else:
-                tensors = zip((start, bias), block.parameters, strict=False)
-                places = [(at, tuple(p.shape), tuple(p.stride())) for at, p in tensors]
-            few = []
-            for at, size, stride in places:
-                q = nn.Parameter(steps.as_strided(size, stride, steps.storage_offset() + at))
-                q.grad = gradients.as_strided(size, stride, at)
-                few.append(q)
+                columns = block.weight.numel() // block.units + len(block.biases)
+                places = [(start, (block.units, columns), (columns, 1))]
+            few = [nn.Parameter(steps.as_strided(size, by, steps.storage_offset() + at)) for at, size, by in places]
+            for q, (at, size, by) in zip(few, places, strict=True):
+                q.grad = gradients.as_strided(size, by, at)
             found.append(few)
         self.step_views = [[q.detach() for q in few] for few in found]
         return found
@@ -368,10 +341,10 @@ def pieces(block: Block, units: int, columns: int) -> int:
     return columns // (even or lengths)[0] if lengths else 0
 
 
-def memory_gap(number: int) -> int:
+def aligned(number: int) -> int:
     """The next multiple of `ALIGNED`.
 
-    >>> memory_gap(17)
+    >>> aligned(17)
     32
     """
     return -(-number // ALIGNED) * ALIGNED
@@ -379,45 +352,32 @@ def memory_gap(number: int) -> int:
 
 def shapes_table(
     blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], rule_rows: Sequence[tuple[int, int]]
-) -> list[list[int]]:
-    """The table of shapes; `place` fills in where each block's inputs and units begin."""
-    rows, counters = [], 0
+) -> tuple[list[list[int]], int, int]:
+    """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
+    rows, counters, width, total = list[list[int]](), 0, 0, 0
     for block, stage, (gap, bias_gap) in zip(blocks, stages, rule_rows, strict=True):
         groups, units, inputs, area = block.matrix(block.weight).shape
-        whitened, cut = block.treatment == "whitened", pieces(block, groups * units, inputs * area)
+        moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
+        row[spec.BASE], row[spec.START] = width, total
         row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
-        row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if whitened else (1, 0)
+        row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if moments else (1, 0)
         row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
-        row[spec.SLOT_COUNT] = stage.slot_count if whitened and stage is not None else 0
-        row[spec.COUNTER] = -1 if stage is None else counters
-        counters += stage is not None
         row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = gap // cut, bias_gap
-        row[spec.FLAGS] = (
-            spec.BIASED * bool(block.biases)
-            + spec.WHITENED * whitened
-            + spec.MAXIMIZE * bool(block.group["maximize"])
-            + spec.COUNTED * (stage is not None)
-            + spec.SHARED * (stage is not None and block.treatment != "plain")
-            + spec.PLAIN * (block.entry is None)
-        )
+        row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
+        row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
+        row[spec.COUNTER] = -1
+        if stage is not None:
+            row[spec.SLOT_COUNT], row[spec.COUNTER] = stage.slot_count if moments else 0, counters
+            row[spec.FLAGS] += spec.COUNTED + spec.SHARED * ("sharing" in block.coordinates.state)
+            counters += 1
         rows.append(row)
-    return rows
-
-
-def place(shapes: list[list[int]]) -> tuple[int, int]:
-    """Let each block's inputs begin at a multiple of 8, and its units after those of the block before; the totals."""
-    width = total = 0
-    for row in shapes:
-        row[spec.BASE], width = width, width + -(-row[spec.ALL_INPUTS] // 8) * 8
-        row[spec.START], total = total, total + row[spec.UNITS]
-    return width, total
+        width, total = width + -(-row[spec.ALL_INPUTS] // 8) * 8, total + row[spec.UNITS]
+    return rows, width, total
 
 
 # what the table of settings depends on, beside lr
-SETTINGS = (
-    "maximize", "weight_decay", "decay", "damping", "fresh_max", "trust", "eps", "sharing", "plain_lr", "plain_at",
-)  # fmt: skip
+SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name, _ in spec.OF_GROUP.values()))
 
 
 def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | None]) -> list[list[float]]:
@@ -431,16 +391,15 @@ def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | N
             lr = own["lr"]
             row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
             row[decay_column] = own["weight_decay"]
-        tau, declared = group.get("fresh_max"), group.get("sharing")
+        for column, (name, none) in spec.OF_GROUP.items():
+            row[column] = none if group.get(name) is None else group[name]
+        if stage is None:
+            row[spec.RADIUS] = torch.inf
+        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else row[spec.DAMPING]
         row[spec.RATIO] = plain_share(group) if block.uses_plain_lr else 1.0
-        row[spec.RADIUS] = torch.inf if stage is None or group["trust"] is None else group["trust"]
-        row[spec.DAMPING], row[spec.TAU] = group.get("damping", 0.0), torch.inf if tau is None else tau
-        row[spec.MEMORY], row[spec.EPS] = group.get("decay", 0.0), group.get("eps", 0.0)
-        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else group.get("damping", 0.0)
-        row[spec.DECLARED] = torch.nan if declared is None else declared
         row[spec.POWER] = getattr(block.coordinates, "power", 1.0)
         row[spec.CENTRE_SHARE] = getattr(block.coordinates, "centre", 1.0)
-        row[spec.FAN_IN] = float(block.fan_in) if stage is not None and block.treatment != "plain" else 1.0
+        row[spec.FAN_IN] = float(block.fan_in)
         rows.append(row)
     return rows
 

@@ -1,10 +1,10 @@
 # ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
-"""The Triton code of a step with one program for each unit, along its row of weights: sums, then motion.
+"""The Triton code of a step with one program for each unit, along its row of weights: sums, then the step.
 
-Where a rule of torch's gives the steps (`EXTERNAL`), it is shown the gradients first, and both take its steps for them.
-Rows are read and written four numbers at a time where all of them lie evenly (`EVEN`), which the compiler must see.
-Others take half as many at a time: were the numbers the same, threads would have four neighbours each there, too, and
-read them one by one.
+Where a rule of torch's gives the steps (`EXTERNAL`), `write_gradients` runs first, and the other two read its steps.
+Addresses from a table have no known alignment, so a program looks, and takes one of two loops: rows are read and
+written four numbers at a time where all of them are aligned (`EVEN`), which the compiler must see. Others take half as
+many at a time: were the numbers the same, threads would have four neighbours each there, too, and read them one by one.
 """
 
 import triton
@@ -20,13 +20,17 @@ def all_sums(a, b, c, d, e, f, a2, b2, c2, d2, e2, f2):
 
 
 @triton.jit
-def row_of(unit, p, s, beta, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr):
+def tables_of(unit, addresses, shapes, settings, owner, layers):
+    block = tl.load(owner + unit).to(tl.int64)
+    p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
+    return p, s, g, layers + block * spec.LAYERS
+
+
+@triton.jit
+def row_of(unit, p, s, layer, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr):
     flags, row = tl.load(s + spec.FLAGS), unit - tl.load(s + spec.START)
-    columns, inputs, inner = (
-        tl.load(s + spec.COLUMNS).to(tl.int32),
-        tl.load(s + spec.INPUTS).to(tl.int32),
-        tl.load(s + spec.INNER).to(tl.int32),
-    )
+    columns, inner = tl.load(s + spec.COLUMNS).to(tl.int32), tl.load(s + spec.INNER).to(tl.int32)
+    inputs = tl.load(s + spec.INPUTS).to(tl.int32)
     moving = (flags & spec.WHITENED) != 0
     base = tl.load(s + spec.BASE) + tl.where(moving, row // tl.load(s + spec.PER_GROUP) * inputs, 0)
     inputs = tl.where(moving, inputs, columns)
@@ -37,7 +41,7 @@ def row_of(unit, p, s, beta, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr):
     even = (((weight | grad | buffer) % 16) == 0) & (inner == 1) & (columns % 8 == 0) & (inputs % 8 == 0)
     if EXTERNAL:
         even = even & (apart % 8 == 0)
-    scale = tl.where((flags & spec.MAXIMIZE) != 0, -1.0, 1.0) * tl.load(beta)
+    scale = tl.where((flags & spec.MAXIMIZE) != 0, -1.0, 1.0) * tl.load(layer + spec.BETA)
     weight, grad, buffer = pointer(weight, KIND), pointer(grad, KIND), pointer(buffer, KIND)
     lies = row, columns, apart, inputs, inner, base, width, weight, grad, buffer
     return flags, moving, row, scale, even, lies
@@ -70,6 +74,15 @@ def on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL: tl.constexpr):
     if not EXTERNAL:
         found = scale * alpha * found - shift * u
     return found
+
+
+@triton.jit
+def pushed(on_v, old, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+    held = MOMENTUM * old.to(tl.float32) + on_v
+    direction = held
+    if NESTEROV:
+        direction = on_v + MOMENTUM * held
+    return held, direction
 
 
 @triton.jit
@@ -115,16 +128,13 @@ def write_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK
 @triton.jit(do_not_specialize=SIZES)
 def write_gradients(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
-    block = tl.load(owner + unit).to(tl.int64)
-    p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
-    flags, moving, row, scale, even, lies = row_of(
-        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, False, KIND
-    )
+    p, s, _settings, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, False, KIND)
     apart = tl.load(s + spec.RULE_ROW)
     even = even & ((tl.load(p + spec.TO_RULE) % 16) == 0) & (apart % 8 == 0)
     shift = 0.0
@@ -134,7 +144,7 @@ def write_gradients(
         bad = tl.where(value - value == 0, 0.0, 1.0)  # of a product, a fused multiply-add would leave its rounding
         shift = scale * value
         to = pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
-        tl.store(to, shift * tl.load(layers + block * spec.LAYERS + spec.CONSTANT))
+        tl.store(to, shift * tl.load(layer + spec.CONSTANT))
     if PROJECT:
         if (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED:
             _, _, _, shift = projected(lies, vectors, scale, HALF)
@@ -149,7 +159,7 @@ def write_gradients(
 @triton.jit
 def row_sums(
     lies, moving, scale, shift, vectors,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
     EXTERNAL: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns, inputs, inner, base, width, weight, grad, buffer = lying(lies, EVEN)
@@ -170,11 +180,8 @@ def row_sums(
         u = alpha * mu
         on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
         d = on_v
-        if HAS_MOMENTUM:
-            held = MOMENTUM * tl.load(buffer + c, mask=here, other=0.0).to(tl.float32) + on_v
-            d = held
-            if NESTEROV:
-                d = on_v + MOMENTUM * held
+        if MOMENTUM > 0:
+            _, d = pushed(on_v, tl.load(buffer + c, mask=here, other=0.0), MOMENTUM, NESTEROV)
         squares += on_v * on_v
         step = alpha * d
         along += mu * step
@@ -190,16 +197,13 @@ def row_sums(
 @triton.jit(do_not_specialize=SIZES)
 def add_up(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
-    block = tl.load(owner + unit).to(tl.int64)
-    p, s = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES
-    flags, moving, row, scale, even, lies = row_of(
-        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, EXTERNAL, KIND
-    )
+    p, s, _settings, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND)
     shift = 0.0
     direction = 0.0
     level = 0.0
@@ -207,17 +211,16 @@ def add_up(
         level = tl.load(pointer(tl.load(p + spec.LEVEL), KIND) + row).to(tl.float32)
     if EXTERNAL:
         if (flags & spec.BIASED) != 0:
-            at = pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
-            direction = tl.load(at).to(tl.float32) * tl.load(layers + block * spec.LAYERS + spec.CONSTANT)
+            step = pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+            direction = tl.load(step).to(tl.float32) * tl.load(layer + spec.CONSTANT)
     elif (flags & spec.BIASED) != 0:
         shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
         direction = shift
-        if HAS_MOMENTUM:
-            held = MOMENTUM * tl.load(pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row).to(tl.float32) + shift
-            direction = held
-            if NESTEROV:
-                direction = shift + MOMENTUM * held
+        if MOMENTUM > 0:
+            old = tl.load(pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row)
+            _, direction = pushed(shift, old, MOMENTUM, NESTEROV)
     square = shift * shift
+    at = sums + unit
     if PROJECT:
         kappa = 0.0
         norm2 = 0.0
@@ -226,26 +229,26 @@ def add_up(
             kappa, norm2, bent2, back = projected(lies, vectors, scale, HALF)
             if not EXTERNAL:
                 shift = back
-        tl.store(sums + spec.KAPPA * units + unit, kappa)
-        tl.store(sums + spec.NORM2 * units + unit, norm2)
-        tl.store(sums + spec.BENT2 * units + unit, bent2)
+        tl.store(at + spec.KAPPA * units, kappa)
+        tl.store(at + spec.NORM2 * units, norm2)
+        tl.store(at + spec.BENT2 * units, bent2)
     if even:
         squares, along, stretch, means, lengths, bend = row_sums(
             lies, moving, scale, shift, vectors,
-            MOMENTUM, HAS_MOMENTUM, NESTEROV, PROJECT, EXTERNAL, True, BLOCK,
+            MOMENTUM, NESTEROV, PROJECT, EXTERNAL, True, BLOCK,
         )  # fmt: skip
     else:
         squares, along, stretch, means, lengths, bend = row_sums(
             lies, moving, scale, shift, vectors,
-            MOMENTUM, HAS_MOMENTUM, NESTEROV, PROJECT, EXTERNAL, False, HALF,
+            MOMENTUM, NESTEROV, PROJECT, EXTERNAL, False, HALF,
         )  # fmt: skip
-    tl.store(sums + spec.GRAD2 * units + unit, square + squares)
-    tl.store(sums + spec.ALONG * units + unit, along)
-    tl.store(sums + spec.STRETCH * units + unit, stretch)
-    tl.store(sums + spec.MEAN * units + unit, level + means)
-    tl.store(sums + spec.LENGTH2 * units + unit, lengths)
-    tl.store(sums + spec.DIRECTION * units + unit, direction)
-    tl.store(sums + spec.SHIFT * units + unit, shift)
+    tl.store(at + spec.GRAD2 * units, square + squares)
+    tl.store(at + spec.ALONG * units, along)
+    tl.store(at + spec.STRETCH * units, stretch)
+    tl.store(at + spec.MEAN * units, level + means)
+    tl.store(at + spec.LENGTH2 * units, lengths)
+    tl.store(at + spec.DIRECTION * units, direction)
+    tl.store(at + spec.SHIFT * units, shift)
     if PROJECT:
         tl.store(motion + spec.GAIN * units + unit, bend)  # until `measure` reads it
 
@@ -253,7 +256,7 @@ def add_up(
 @triton.jit
 def move_row(
     lies, moving, scale, shift, vectors, left, gain, back,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, EXTERNAL: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, EXTERNAL: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns, inputs, inner, base, width, weight, grad, buffer = lying(lies, EVEN)
@@ -266,51 +269,40 @@ def move_row(
         on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
         w = tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
         d = on_v
-        if HAS_MOMENTUM:
-            held = MOMENTUM * tl.load(buffer + c, mask=here, other=0.0).to(tl.float32) + on_v
+        if MOMENTUM > 0:
+            held, d = pushed(on_v, tl.load(buffer + c, mask=here, other=0.0), MOMENTUM, NESTEROV)
             tl.store(buffer + c, held, mask=here)
-            d = held
-            if NESTEROV:
-                d = on_v + MOMENTUM * held
         tl.store(weight + c, left * w + gain * alpha * (d - back * u), mask=here)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def move(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
+    HALF: tl.constexpr = BLOCK // 2
     if tl.load(ok) == 0:
         return
     unit = tl.program_id(0)
-    block = tl.load(owner + unit).to(tl.int64)
-    p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
-    flags, moving, row, scale, even, lies = row_of(
-        unit, p, s, layers + block * spec.LAYERS + spec.BETA, width, EXTERNAL, KIND
-    )
+    p, s, g, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND)
     shift = tl.load(sums + spec.SHIFT * units + unit)
     gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
     ratio = tl.load(g + spec.RATIO)
     left = 1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED)
     if NESTEROV:
-        if row == 0:  # EvenStep's squares have been averaged
+        if row == 0:  # UnitStep's squares have been averaged
             mass, decay = floats(tl.load(p + spec.SQUARE_MASS)), tl.load(g + spec.MEMORY)
             tl.store(mass, decay * tl.load(mass) + (1 - decay))
     if (flags & spec.BIASED) != 0:
         at = pointer(tl.load(p + spec.LEVEL), KIND) + row
         left_bias = 1 - tl.load(g + spec.BIAS_RATE) * ratio * tl.load(g + spec.BIAS_DECAYED)
         tl.store(at, tl.load(at).to(tl.float32) * left_bias + tl.load(motion + spec.BIAS_STEP * units + unit))
-        if HAS_MOMENTUM:
+        if MOMENTUM > 0:
             at = pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row
             tl.store(at, MOMENTUM * tl.load(at).to(tl.float32) + shift)
     if even:
-        move_row(
-            lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, HAS_MOMENTUM, NESTEROV, EXTERNAL, True, BLOCK,
-        )  # fmt: skip
+        move_row(lies, moving, scale, shift, vectors, left, gain, back, MOMENTUM, NESTEROV, EXTERNAL, True, BLOCK)
     else:
-        move_row(
-            lies, moving, scale, shift, vectors, left, gain, back,
-            MOMENTUM, HAS_MOMENTUM, NESTEROV, EXTERNAL, False, BLOCK // 2,
-        )  # fmt: skip
+        move_row(lies, moving, scale, shift, vectors, left, gain, back, MOMENTUM, NESTEROV, EXTERNAL, False, HALF)

@@ -1,7 +1,7 @@
-# ruff: noqa: D103, E501, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
+# ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
 """The Triton code of a step along the units of a layer: how far each may move.
 
-Where units do not go by each other, several programs share a block's: embeddings have many.
+Where units do not depend on each other, several programs share those of a block: embeddings have many.
 """
 
 import triton
@@ -12,15 +12,15 @@ from .triton_pointers import SIZES, floats
 
 
 @triton.jit
-def unit_scale(average, square, mean, eps, one, TINY: tl.constexpr):
+def unit_scale(average, square, mean, eps, one):
     under = tl.maximum(average, square) + mean + eps
-    clear = under > TINY
+    clear = under > spec.TINY
     return tl.where(clear, one / tl.sqrt(tl.where(clear, under, 1.0)), 0.0)
 
 
 @triton.jit
 def measure_pieces(
-    u, pieces, sums, motion, squares, units, kept, rate, eps, one, good, TINY: tl.constexpr, BLOCK: tl.constexpr
+    u, pieces, sums, motion, squares, units, kept, rate, eps, one, good, BLOCK: tl.constexpr
 ):  # fmt: skip
     square = tl.zeros([BLOCK], dtype=tl.float32)
     length2 = tl.zeros([BLOCK], dtype=tl.float32)
@@ -30,7 +30,7 @@ def measure_pieces(
         length2 += tl.load(sums + spec.LENGTH2 * units + u * pieces + j, mask=j < pieces, other=0.0)
     whole, old = tl.sum(square, 0), tl.load(squares + u)
     average = old + kept * (whole - old)
-    step = rate * unit_scale(average, whole, 0.0, eps, one, TINY) * tl.maximum(tl.sqrt(tl.sum(length2, 0)), 1.0)
+    step = rate * unit_scale(average, whole, 0.0, eps, one) * tl.maximum(tl.sqrt(tl.sum(length2, 0)), 1.0)
     for begin in range(0, pieces, BLOCK):
         j = begin + tl.arange(0, BLOCK)
         to = motion + u * pieces + j
@@ -43,36 +43,30 @@ def measure_pieces(
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
-    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, GUARD: tl.constexpr, LONG: tl.constexpr, CROWD: tl.constexpr, LEAST: tl.constexpr, TINY: tl.constexpr, PROJECT: tl.constexpr,
-    SWEEPS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, LINEAR: tl.constexpr, GUARD: tl.constexpr, PROJECT: tl.constexpr,
+    BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     p, s, g = addresses + block * spec.ADDRESSES, shapes + block * spec.SHAPES, settings + block * spec.SETTINGS
     start, count, flags = tl.load(s + spec.START), tl.load(s + spec.UNITS).to(tl.int32), tl.load(s + spec.FLAGS)
     good = tl.load(ok) != 0
-    rate, bias_rate = (
-        tl.load(g + spec.RATE) * tl.load(g + spec.RATIO),
-        tl.load(g + spec.BIAS_RATE) * tl.load(g + spec.RATIO),
-    )
+    ratio = tl.load(g + spec.RATIO)
+    rate, bias_rate = tl.load(g + spec.RATE) * ratio, tl.load(g + spec.BIAS_RATE) * ratio
     if EXTERNAL:  # the rule has its own, and has made steps of directions
         rate, bias_rate = -1.0, -1.0
-    beta, radius, damping = (
-        tl.load(layers + block * spec.LAYERS + spec.BETA),
-        tl.load(g + spec.RADIUS),
-        tl.load(g + spec.UNIT_DAMPING),
-    )
-    together = (radius < float("inf")) | (damping > 0)  # units go by each other: one program for all of them
-    if together & (part > 0):
+    beta = tl.load(layers + block * spec.LAYERS + spec.BETA)
+    radius, damping = tl.load(g + spec.RADIUS), tl.load(g + spec.UNIT_DAMPING)
+    joint = (radius < float("inf")) | (damping > 0)  # units depend on each other: one program takes all of them
+    if joint & (part > 0):
         return
-    parts = tl.where(together, 1, parts)
+    parts = tl.where(joint, 1, parts)
     squares = floats(tl.load(p + spec.SQUARE))
     kept = 0.0
     mean = 0.0
     if UNIT_SCALE:
         decay = tl.load(g + spec.MEMORY)
-        mass = decay * tl.load(floats(tl.load(p + spec.SQUARE_MASS))) + (
-            1 - decay
-        )  # kept by `move`: other programs read it here
+        # `move` writes the new mass: other programs read the old one here
+        mass = decay * tl.load(floats(tl.load(p + spec.SQUARE_MASS))) + (1 - decay)
         kept = (1 - decay) / mass
         if damping > 0:
             total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -83,11 +77,11 @@ def measure(
                 total += old + kept * (tl.load(sums + spec.GRAD2 * units + start + j, mask=here, other=0.0) - old)
             mean = damping * tl.sum(total, 0) / count
         pieces = tl.load(s + spec.PIECES).to(tl.int32)
-        if pieces > 1:  # of rows outside layers, which go by their own sums alone
+        if pieces > 1:  # rows outside layers that were cut: they depend on their own sums alone
             for u in range(part, count // pieces, parts):
                 sums_here, motion_here, eps = sums + start, motion + start, tl.load(g + spec.EPS)
                 measure_pieces(
-                    u, pieces, sums_here, motion_here, squares, units, kept, rate, eps, one, good, TINY, BLOCK
+                    u, pieces, sums_here, motion_here, squares, units, kept, rate, eps, one, good, BLOCK
                 )  # fmt: skip
             count = 0
     logs = tl.zeros([BLOCK], dtype=tl.float32)
@@ -95,6 +89,7 @@ def measure(
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     held = tl.zeros([BLOCK], dtype=tl.float32)
     bound2 = radius * radius
+    SWEEPS: tl.constexpr = 2 if GUARD else 1  # the guards look at all units first
     for sweep in tl.static_range(SWEEPS):
         for begin in range(part * BLOCK, count, parts * BLOCK):
             j = begin + tl.arange(0, BLOCK)
@@ -103,15 +98,13 @@ def measure(
             along = tl.load(at + spec.ALONG * units, mask=here, other=0.0)
             scale = beta
             if UNIT_SCALE:
-                square, old = (
-                    tl.load(at + spec.GRAD2 * units, mask=here, other=0.0),
-                    tl.load(squares + j, mask=here, other=0.0),
-                )
+                square = tl.load(at + spec.GRAD2 * units, mask=here, other=0.0)
+                old = tl.load(squares + j, mask=here, other=0.0)
                 average = old + kept * (square - old)
-                scale = unit_scale(average, square, mean, tl.load(g + spec.EPS), one, TINY)
+                scale = unit_scale(average, square, mean, tl.load(g + spec.EPS), one)
                 mean_response = tl.load(at + spec.MEAN * units, mask=here, other=0.0)
                 length2 = mean_response * mean_response + tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0)
-                usual = tl.where((flags & spec.PLAIN) != 0, 1.0, LONG)
+                usual = tl.where((flags & spec.PLAIN) != 0, 1.0, spec.LONG)
                 scale *= tl.maximum(tl.sqrt(length2) / usual, 1.0)
             step = rate * scale
             bias_step = bias_rate * scale * tl.load(at + spec.DIRECTION * units, mask=here, other=0.0)
@@ -126,16 +119,13 @@ def measure(
                     bend = tl.load(motion + spec.GAIN * units + start + j, mask=here, other=0.0)
                     bent2 = tl.load(at + spec.BENT2 * units, mask=here, other=0.0)
                     alone = (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED
-                    level = tl.where(
-                        alone, step * (along - back * tl.load(at + spec.NORM2 * units, mask=here, other=0.0)), level
-                    )
+                    norm2 = tl.load(at + spec.NORM2 * units, mask=here, other=0.0)
+                    level = tl.where(alone, step * (along - back * norm2), level)
                     stretch = tl.where(alone, tl.maximum(stretch - 2 * back * bend + back * back * bent2, 0.0), stretch)
                 step2 = level * level + step * step * stretch
                 tall = tl.load(at + spec.MEAN * units, mask=here, other=0.0)
-                unit2 = tl.maximum(
-                    tall * tall + tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0), floor * floor
-                )
-                relative2 = step2 / unit2
+                unit2 = tall * tall + tl.load(at + spec.LENGTH2 * units, mask=here, other=0.0)
+                relative2 = step2 / tl.maximum(unit2, floor * floor)
                 if sweep == 0:
                     moving = here & (relative2 > 0)
                     logs += tl.where(moving, tl.log(tl.where(moving, relative2, 1.0)), 0.0)
@@ -154,11 +144,11 @@ def measure(
                     if good:
                         tl.store(squares + j, average, mask=here)
         if GUARD:
-            if CROWD > 0:
+            if not LINEAR:
                 if sweep == 0:
                     number = tl.sum(moves, 0)
                     typical2 = tl.exp(tl.sum(logs, 0) / tl.maximum(number, 1.0))
-                    crowd2 = tl.maximum(CROWD * CROWD * typical2, bound2 * (LEAST * LEAST))
+                    crowd2 = tl.maximum(spec.CROWD * spec.CROWD * typical2, bound2 * (spec.LEAST * spec.LEAST))
                     bound2 = tl.where(number > 0, tl.minimum(bound2, crowd2), bound2)
     if (flags & spec.COUNTED) != 0:
         mine = tl.load(s + spec.COUNTER) * spec.COUNTERS

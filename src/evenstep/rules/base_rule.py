@@ -1,0 +1,78 @@
+"""A class of torch's optimizers, checked and ready to run on v."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+REFUSED = {
+    "LBFGS": "it evaluates the loss several times along a line",
+    "SparseAdam": "it takes sparse gradients alone",
+    "ASGD": "it averages and decays the parameters themselves",
+    "Adafactor": "its relative step is a multiple of the parameter's own size",
+}
+
+
+class BaseRule:
+    """A torch rule ready to run on proxies: an instance without parameters, and how to make another."""
+
+    def __init__(self, owner: str, rule: Any, keywords: dict[str, Any]) -> None:
+        """Try the rule on two small matrices; an error says why it cannot serve."""
+        cls = getattr(rule, "func", rule)
+        self.name = getattr(cls, "__name__", repr(cls))
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            raise ValueError(f"{owner}: base must be a torch.optim.Optimizer class; got {rule!r}.")
+        if self.name in REFUSED:
+            raise ValueError(f"{owner}: {self.name} cannot run in whitened coordinates: {REFUSED[self.name]}.")
+        if "weight_decay" in inspect.signature(cls).parameters:
+            keywords = {**keywords, "weight_decay": 0}  # the optimizer decays w itself
+        self.make = partial(rule, **keywords)
+        try:
+            self.instance: Optimizer = self.make([nn.Parameter(torch.zeros(2, 2))])
+        except TypeError as error:
+            raise ValueError(f"{owner}: {self.name} does not take these keywords: {error}.") from error
+        if "lr" not in self.instance.defaults:
+            raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
+        self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
+        quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
+        (still, kept), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        self.keeps = set(kept)
+        self.shaped_apart = {k for k, v in kept.items() if isinstance(v, Tensor) and v.shape != still.shape}
+        self.counts = "step" in self.keeps
+        self.elementwise = torch.allclose(still, trial(partial(self.make, **quiet), 0.0, apart=True)[0], atol=1e-14)
+        if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
+            raise ValueError(
+                f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
+            )
+
+    def first_state(self, q: nn.Parameter) -> dict[str, Any]:
+        """The state of a new proxy, where the rule makes it at construction."""
+        return dict(self.make([q]).state[q]) if self.born_with_state else {}
+
+    def mend(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Let the rule bring loaded state up to date, as torch's do with step counts that are plain numbers."""
+        counted = {p: kept for p, kept in state.items() if isinstance(kept, dict) and "step" in kept}
+        defaults = dict(self.instance.defaults)  # torch adds one of its own, which the rule would add to our groups
+        self.instance.__setstate__({"state": counted, "param_groups": [dict(group) for group in groups]})
+        self.instance.defaults = defaults
+        self.instance.state, self.instance.param_groups = defaultdict(dict), []
+
+
+def trial(make: Callable[..., Optimizer], start: float, apart: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    """How far a rule moves a small matrix that starts at `start` in two steps, and what it keeps.
+
+    With `apart` each element is a matrix of its own.
+    """
+    shape = (6, 1, 1) if apart else (1, 2, 3)
+    params = [nn.Parameter(p) for p in torch.full(shape, start, dtype=torch.float64)]
+    optimizer = make(params)
+    for grad in ([[1.0, -2.0, 0.3], [0.5, 3.0, -1.0]], [[-1.0, 1.0, 0.7], [2.0, 0.1, -0.4]]):
+        for p, g in zip(params, torch.tensor(grad, dtype=torch.float64).view(shape), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return torch.stack([p.detach() for p in params]).view(2, 3) - start, dict(optimizer.state[params[0]])
