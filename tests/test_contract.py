@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
@@ -32,8 +33,8 @@ from helpers import (
 by_parts_and_fused = pytest.mark.parametrize("foreach", [None, False])
 
 
-def backward(model, x, y):
-    functional.cross_entropy(model(x), y).backward()
+def loss_of(model, x, y):
+    return functional.cross_entropy(model(x), y)
 
 
 def state_of(optimizer):
@@ -80,38 +81,34 @@ def test_a_first_step_with_lr_0_gives_every_parameter_state_and_moves_nothing(ca
     """Frameworks make it with gradients of zero before they load a checkpoint into the state."""
     model = small_network()
     optimizer, before = case.build(model, lr=0.0), weights(model)
-    backward(model, *images())
-    for p in model.parameters():
-        p.grad *= factor
-    optimizer.step()
+    descend(optimizer, factor * loss_of(model, *images()))
     assert all(still(model, before))
     assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
 
 
+DELETIONS = {  # of an optimizer's state: all of it, or that of one parameter
+    "all": lambda optimizer, p: optimizer.state.clear(),
+    "new": lambda optimizer, p: setattr(optimizer, "state", defaultdict(dict)),
+    "one": lambda optimizer, p: optimizer.state.pop(p),
+    "empty": lambda optimizer, p: optimizer.state.update({p: {}}),
+    "emptied": lambda optimizer, p: optimizer.state[p].clear(),
+}
+
+
 @by_parts_and_fused
-@pytest.mark.parametrize("how", ["all", "new", "one", "empty", "emptied"])
+@pytest.mark.parametrize("how", DELETIONS)
 @every_optimizer
-def test_state_that_is_taken_away_is_made_anew(case, how, foreach):
-    """As torch's optimizers do; what is left goes on."""
+def test_deleted_state_starts_anew_and_the_rest_goes_on(case, how, foreach):
     model = small_network()
     optimizer = case.build(model, foreach=foreach)
     classify(optimizer, model, [images(), images()])
     known, first = {p: set(state) for p, state in optimizer.state.items()}, model[0].weight
-    if how == "all":
-        optimizer.state.clear()
-    elif how == "new":
-        optimizer.state = defaultdict(dict)
-    elif how == "one":
-        del optimizer.state[first]
-    elif how == "empty":
-        optimizer.state[first] = {}
-    else:
-        optimizer.state[first].clear()
+    DELETIONS[how](optimizer, first)
     classify(optimizer, model, [images()])
     assert {p: set(state) for p, state in optimizer.state.items()} == known
     assert is_finite(model)
-    steps = [int(optimizer.state[p]["step"]) for p in model.parameters() if "step" in optimizer.state[p]]
-    assert steps == [1 if p is first or how in ("all", "new") else 3 for p in model.parameters() if "step" in known[p]]
+    for p, state in optimizer.state.items():
+        assert state.get("step", 1) == (1 if p is first or how in ("all", "new") or "step" not in state else 3)
 
 
 # gradients, stepsizes and groups
@@ -121,10 +118,11 @@ def test_state_that_is_taken_away_is_made_anew(case, how, foreach):
 def test_gradients_are_neither_changed_nor_cleared(case):
     model = small_network()
     optimizer = case.build(model)
-    backward(model, *images())
+    loss_of(model, *images()).backward()
     grads = [p.grad for p in model.parameters()]
-    values = [g.clone() for g in grads]
+    values, versions = [g.clone() for g in grads], [g._version for g in grads]
     optimizer.step()
+    assert versions == [g._version for g in grads]
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert same(values, grads)
 
@@ -139,8 +137,7 @@ def test_groups_bias_takes_lr_and_decay_from_its_own_weight_rules_the_layer():
     weight, bias = weights(model)
     descend(optimizer, model(torch.randn(5, 3).double()).sum() / 5)
     assert torch.equal(model.weight, weight)
-    expected = bias * (1 - 0.25 * 0.5) - 0.25 * torch.ones(2).double() / 3**0.5
-    torch.testing.assert_close(model.bias.detach(), expected)
+    assert_close(model.bias.detach(), bias * (1 - 0.25 * 0.5) - 0.25 / 3**0.5)
 
 
 def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
@@ -171,7 +168,7 @@ def test_plain_lr_follows_schedules_and_may_be_set_in_a_group(first, foreach):
         group["plain_lr"], group["lr"] = plain_lr, lr
         before = model[1].bias.detach().clone()
         descend(optimizer, model(torch.randn(4, 3)).sum())
-        torch.testing.assert_close(model[1].bias.detach() - before, -expected * model[1].bias.grad)
+        assert_close(model[1].bias.detach() - before, -expected * model[1].bias.grad)
 
 
 def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
@@ -183,25 +180,17 @@ def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
         descend(optimizer, model(torch.randn(4, 3)).square().sum())
 
 
-def test_a_group_added_later_trains():
-    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
-    model = nn.Sequential(first, second)
-    optimizer = evenstep.WhitenedSGD(first.parameters(), model=model)
-    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 2
-    optimizer.add_param_group({"params": second.parameters(), "lr": 0.01})
-    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 4
-    before = weights(second)
-    descend(optimizer, model(torch.randn(5, 3)).sum())
-    assert not any(still(second, before))
-
-
-def test_a_group_added_to_an_optimizer_built_from_a_module_needs_no_names():
+def test_groups_added_later_are_covered_train_and_need_no_names():
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = evenstep.WhitenedSGD(model)
     model.append(nn.Linear(4, 2))
     optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
     optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2))})
+    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 4 + ["plain"]
     assert [group["param_names"] for group in optimizer.param_groups[1:]] == [["1.weight", "1.bias"], ["added.0"]]
+    before = weights(model)
+    descend(optimizer, model(torch.randn(5, 3)).sum())
+    assert not any(still(model, before))
     with pytest.raises(TypeError, match="ordered collections"):
         optimizer.add_param_group({"params": set(nn.Linear(2, 2).parameters())})
 
@@ -238,11 +227,11 @@ def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
 def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
     model = small_network()
     optimizer, before = evenstep.WhitenedSGD(model.parameters(), lr=0.1), weights(model)
-    backward(model, *images())
+    loss_of(model, *images()).backward()
     with pytest.warns(UserWarning, match=r"WhitenedSGD: no model is attached.*opt\.attach\(model\)"):
         optimizer.step()
     for p, old in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p.detach(), old - 0.1 * p.grad)
+        assert_close(p.detach(), old - 0.1 * p.grad)
     optimizer.step()  # silent: warnings are errors here
     optimizer.attach(model)
     assert "whitened" in optimizer.coverage().summary()
@@ -278,36 +267,27 @@ def test_squares_are_made_anew_for_other_units_alone():
     optimizer.attach(model)
     descend(optimizer, model(images()[0]).mul(0).sum())
     found = [optimizer.state[model[k].weight] for k in (0, 2)]
-    torch.testing.assert_close(found[0]["square"], torch.zeros(4))
-    torch.testing.assert_close(found[1]["square"], squares[1] * 0.01 * 0.99 / (1 - 0.99**2))
+    assert_close(found[0]["square"], torch.zeros(4))
+    assert_close(found[1]["square"], squares[1] * 0.01 * 0.99 / (1 - 0.99**2))
     masses = [float(state["square_mass"]) for state in found]
     assert masses == pytest.approx([0.01, 1 - 0.99**2])
 
 
-def test_refresh_keeps_the_models_order():
+def test_refresh_keeps_the_models_order_and_what_was_not_the_models():
+    """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
     optimizer = evenstep.UnitStep(model)
-    model[0].bias = nn.Parameter(torch.zeros(4))
-    model[2].bias = None
-    optimizer.refresh()
-    (group,) = optimizer.param_groups
-    assert group["param_names"] == ["0.weight", "0.bias", "2.weight"]
-    assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
-
-
-def test_refresh_drops_only_what_was_the_models():
-    """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
-    model = nn.Sequential(nn.Linear(3, 4))
-    optimizer = evenstep.UnitStep(model)
-    model.append(nn.Linear(4, 2))
+    model.append(nn.Linear(2, 2))
     own = nn.Parameter(torch.zeros(2))
-    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.01})
     optimizer.add_param_group({"params": [("loss", own)]})
-    model[1] = nn.Linear(4, 2, bias=False)
+    model[0].bias, model[2].bias = nn.Parameter(torch.zeros(4)), None
+    model[3] = nn.Linear(2, 2, bias=False)
     optimizer.refresh()
-    names = [["0.weight", "0.bias", "1.weight"], [], ["loss"]]
+    names = [["0.weight", "0.bias", "2.weight", "3.weight"], [], ["loss"]]
     assert [group["param_names"] for group in optimizer.param_groups] == names
-    assert optimizer.param_groups[2]["params"][0] is own
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(p is q for p, q in zip(params, [*model.parameters(), own], strict=True))
 
 
 @by_parts_and_fused
@@ -350,22 +330,18 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
     assert hooks() == 0
 
 
-def test_a_second_model_says_what_becomes_of_the_first():
+def test_attaching_another_model_warns_of_what_it_lacks_or_keeps_the_old_one():
     first, second = nn.Linear(3, 4), nn.Linear(4, 2)
     optimizer = evenstep.UnitStep([*first.parameters(), *second.parameters()], model=first)
     with pytest.warns(UserWarning, match=r"parameters of the Linear attached before.*one module that holds both"):
         optimizer.attach(second)
-    optimizer.attach(nn.Sequential(first, second))
-    assert optimizer.coverage().summary() == "4 whitened"
-
-
-def test_attaching_to_a_strange_model_keeps_the_old_one():
-    model = small_network()
-    optimizer = evenstep.WhitenedSGD(model)
+    model = nn.Sequential(first, second)
+    optimizer.attach(model)
     with pytest.raises(ValueError, match="none of the parameters of this Linear is in the optimizer"):
         optimizer.attach(nn.Linear(2, 2))
-    classify(optimizer, model, [images()])
-    assert optimizer.state[model[0].weight]["mass"] > 0
+    assert optimizer.coverage().summary() == "4 whitened"
+    descend(optimizer, model(torch.randn(5, 3)).sum())
+    assert optimizer.state[first.weight]["mass"] > 0
 
 
 def test_after_detach_steps_go_on_with_the_last_moments():
@@ -399,7 +375,7 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     classify(optimizer, model, [images()])
     state = state_of(optimizer)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        backward(other, *images())
+        loss_of(other, *images()).backward()
     assert same(state, state_of(optimizer))
     if optimizer._statistics is not None:
         assert not any(stage.applied for stage in optimizer._statistics.layers.values())
@@ -457,8 +433,8 @@ def test_a_model_moved_to_another_device_is_followed(case):
     model.cuda()
     classify(optimizer, model, [(x.cuda(), y.cuda()) for x, y in [images(), images()]])
     assert is_finite(model) and all(p.is_cuda for p in model.parameters())
-    kept = [(k, v) for p in model.parameters() for k, v in optimizer.state[p].items() if torch.is_tensor(v)]
-    assert all(v.is_cuda for k, v in kept if not on_the_host(case, k))
+    kept = [item for state in optimizer.state.values() for item in state.items()]
+    assert all(value.is_cuda for name, value in kept if not on_the_host(case, name))
 
 
 # faults
@@ -522,14 +498,16 @@ def test_a_first_batch_that_is_not_finite_leaves_no_trace():
     assert_same(model, twin)
 
 
-def test_inputs_that_are_not_finite_under_finite_gradients_are_dropped_from_the_moments():
+@by_parts_and_fused
+@pytest.mark.parametrize("size", [float("inf"), 1e30])
+def test_inputs_that_are_not_finite_or_have_such_squares_leave_the_moments(size, foreach):
     model = nn.Linear(3, 2)
-    optimizer = evenstep.WhitenedSGD(model)
+    optimizer = evenstep.WhitenedSGD(model, foreach=foreach)
     descend(optimizer, model(torch.randn(4, 3)).sum())
-    mx = optimizer.state[model.weight]["mx"].clone()
-    model(torch.full((1, 3), float("inf")))  # seen, but no part of the loss
+    kept = {name: optimizer.state[model.weight][name].clone() for name in ("mx", "vx")}
+    model(size * torch.randn(4, 3).sign())  # seen, but no part of the loss
     descend(optimizer, model(torch.randn(4, 3)).sum())
-    assert torch.equal(mx, optimizer.state[model.weight]["mx"])
+    assert all(torch.equal(value, optimizer.state[model.weight][name]) for name, value in kept.items())
     assert is_finite(model)
 
 
@@ -621,4 +599,4 @@ def test_canonical_without_covered_layers_trains_in_plain_coordinates(reduction)
     with pytest.warns(UserWarning, match="CanonicalSGD: no layer of this LayerNorm is covered"):
         optimizer = evenstep.CanonicalSGD(model, lr=0.1, plain_lr=0.1, reduction=reduction)
     descend(optimizer, model(torch.randn(4, 3)).sum())
-    torch.testing.assert_close(model.bias.detach(), -0.1 * model.bias.grad)
+    assert_close(model.bias.detach(), -0.1 * model.bias.grad)
