@@ -17,7 +17,7 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same, every_optimizer
+from helpers import Forward, assert_same, descend, every_optimizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
@@ -55,10 +55,11 @@ def tied():
 
 def recomputed():
     """A part that is run again in the backward pass."""
-    part, head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), nn.Linear(6, 3)
-    return Forward(
-        lambda self, x: self.head(checkpoint(self.part, x, use_reentrant=False).relu()), part=part, head=head
-    )
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x, use_reentrant=False).relu())
+
+    return Forward(forward, part=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), head=nn.Linear(6, 3))
 
 
 def autocast():
@@ -102,9 +103,7 @@ def train(optimizer, model, forward, shape):
             with torch.no_grad():
                 forward(x)
             model.train()
-        optimizer.zero_grad()
-        forward(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, forward(x).square().mean())
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.9
         if k == 3:
@@ -122,15 +121,11 @@ def graphs_of(optimizer, model, shape, compiled):
 
 @cache
 def graphs_without_hooks(name, backend):
-    """How often a model compiles when nobody watches it."""
+    """How often a model compiles without an optimizer that watches it."""
     build, shape = MODELS[name]
     model = build()
-    return graphs_of(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        model,
-        shape,
-        torch.compile(model, fullgraph=True, backend=backend),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return graphs_of(optimizer, model, shape, torch.compile(model, fullgraph=True, backend=backend))
 
 
 def assert_compiles_as_eager(case, name, backend, **close):
@@ -196,7 +191,7 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
     model = convnet()
     optimizer = evenstep.UnitStep(model)
     compiled = torch.compile(model, fullgraph=True, backend=lambda *given: compile_fx(*given, inner_compile=inner))
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what was compiled in another run shows nothing
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # to compile even what another run has compiled
         compiled(torch.randn(6, 2, 5, 5)).sum().backward()
     optimizer.step()
     assert sorted(changed) == sorted([(), *[shape for n in (2, 4, 4, 72) for shape in ((1, 2, n), (n,), (4,), ())]])
@@ -215,40 +210,33 @@ def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
         for m, compiled in ((model, whole), (model.layers[0], part))
     )
     for k in range(4):
-        optimizer.zero_grad()
         y = forward(x) if k % 2 == 0 else model.layers[1](body(x))
-        y.square().mean().backward()
-        optimizer.step()
+        descend(optimizer, y.square().mean())
         shared = [optimizer.state[m.weight]["sharing"] for m in (model.layers[0].inner, model.layers[1])]
         assert shared == [1 if k % 2 else 2, 1]
 
 
-def in_place(model):
-    model.compile(fullgraph=True, backend="eager")
+def in_place(module, model):
+    module.compile(fullgraph=True, backend="eager")
     return model
 
 
-def inside_a_function(model):
-    return torch.compile(lambda x: model(x) * 1.0, fullgraph=True, backend="eager")
-
-
-def block_by_block(model):
-    model.layers[0].compile(fullgraph=True, backend="eager")
-    return model
-
-
-def with_any_batch_size(model):
-    return torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+WAYS = {
+    "in place": lambda model: in_place(model, model),
+    "block by block": lambda model: in_place(model.layers[0], model),
+    "inside a function": lambda model: torch.compile(lambda x: model(x) * 1.0, fullgraph=True, backend="eager"),
+    "with any batch size": lambda model: torch.compile(model, fullgraph=True, backend="eager", dynamic=True),
+}
 
 
 @pytest.mark.feature("compiled model")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it by itself
-@pytest.mark.parametrize("how", [in_place, inside_a_function, block_by_block, with_any_batch_size])
-def test_every_way_to_compile_is_watched(how):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_compile_is_watched(way):
     eager = chain(chain(nn.Linear(6, 8), nn.ReLU()), chain(nn.Linear(8, 6), nn.ReLU()), nn.Linear(6, 3))
     model = copy.deepcopy(eager)
     train(evenstep.UnitStep(eager), eager, eager, (6,))
-    graphs_of(evenstep.UnitStep(model), model, (6,), how(model))
+    graphs_of(evenstep.UnitStep(model), model, (6,), WAYS[way](model))
     assert_same(eager, model, rtol=1e-5, atol=1e-6)
 
 
@@ -261,9 +249,7 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     average = AveragedModel(model)
     for _ in range(2):
-        optimizer.zero_grad()
-        compiled(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, compiled(x).square().mean())
         average.update_parameters(model)
     stages = (
         [s.tally for s in optimizer._statistics.layers.values()] if case.cls is not evenstep.BlockNaturalSGD else []
@@ -291,22 +277,12 @@ WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNatural
 @pytest.mark.feature("compiled model")
 @pytest.mark.parametrize("case", WATCHING)
 def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind, case):
-    model, x = mlp(), torch.randn(5, 6)
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
+    """And takes turns with a model of the same class that stays without hooks."""
+    x, plain, model = torch.randn(5, 6), mlp(), mlp()
+    compiled = [torch.compile(m, backend="eager") for m in (plain, model)]
+    for call in compiled:
+        call(x)
     optimizer = case.build(model)
-    for _ in range(2):
-        compiled(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
-        optimizer.step()
-
-
-@pytest.mark.feature("compiled model")
-def test_models_of_one_class_with_and_without_hooks_take_turns(blind):
-    x, plain, ours = torch.randn(5, 6), mlp(), mlp()
-    compiled = [torch.compile(model, backend="eager") for model in (plain, ours)]
-    compiled[0](x)
-    optimizer = evenstep.UnitStep(ours)
     for _ in range(3):
         for call in compiled:
             call(x).sum().backward()
@@ -351,10 +327,7 @@ def steps(case, model, backend, **keywords):
         step()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].mul_(0.9)
-            else:
-                group["lr"] *= 0.9
+            group["lr"] *= 0.9  # in place, if it is a tensor
         if k == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.nonfinite_steps == 1
@@ -365,10 +338,12 @@ def assert_steps_as_eager(case, backend, tensor=True, **close):
     """The graphs of each step, if compiled ones lead to the same weights."""
     eager = mlp()
     compiled, lr = copy.deepcopy(eager), case.keywords["lr"]
-    steps(case, eager, None, lr=torch.tensor(lr) if tensor else lr)
-    graphs = steps(case, compiled, backend, lr=torch.tensor(lr) if tensor else lr)
+    graphs = [
+        steps(case, model, by, lr=torch.tensor(lr) if tensor else lr)
+        for model, by in ((eager, None), (compiled, backend))
+    ]
     assert_same(eager, compiled, **{"rtol": 1e-4, "atol": 1e-6} | close)
-    return graphs
+    return graphs[1]
 
 
 skips_a_step = pytest.mark.filterwarnings("ignore:.*a gradient is not finite")
@@ -421,8 +396,8 @@ def test_eager_and_compiled_steps_may_take_turns():
     compiled = torch.compile(two.step, backend="eager")
     for k in range(4):
         x = torch.randn(5, 6)
-        for model, optimizer, step in ((eager, one, one.step), (mixed, two, compiled if k % 2 else two.step)):
-            optimizer.zero_grad()
+        for model, step in ((eager, one.step), (mixed, compiled if k % 2 else two.step)):
+            model.zero_grad()
             model(x).square().mean().backward()
             step()
     assert_same(eager, mixed, rtol=1e-4, atol=1e-6)
