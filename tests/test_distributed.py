@@ -1,7 +1,7 @@
 """One network on several processes: DDP replicas stay equal bit for bit, and equal one process on the joined batch."""
 
 import copy
-import warnings
+import itertools
 from contextlib import nullcontext
 from functools import cache
 
@@ -22,7 +22,7 @@ from torch.testing import assert_close
 import evenstep
 import ranks
 from cases import OPTIMIZERS
-from helpers import assert_all_moved, assert_same, every_optimizer
+from helpers import assert_all_moved, assert_same, descend, every_optimizer, same, still, weights
 
 QUICK = ["evenstep"]
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -62,8 +62,12 @@ def shared(*sizes):
 def steps(model, optimizer, data):
     """Train on whole batches."""
     for x, y in data:
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
+        descend(optimizer, mse_loss(model(x), y))
+
+
+def skip_a_step(optimizer):
+    """A step on gradients that are not finite, with its warning."""
+    with pytest.warns(UserWarning, match="not finite"):
         optimizer.step()
 
 
@@ -80,14 +84,13 @@ def equals_one_process(case):
     optimizer = case.build(model)
     steps(DistributedDataParallel(model), optimizer, shared(8, 6))
     assert_same(model, alone, **CLOSE)
-    return True
 
 
 def replicas_stay_equal(case):
     model = Net()
     optimizer = case.build(model)
     ddp = DistributedDataParallel(model)
-    start = [p.detach().clone() for p in model.parameters()]
+    start = weights(model)
     for k, (x, y) in enumerate(batches(50, 7, torch.float32)):
         size = 3 if k % 5 == 4 else 7  # the last batch of an epoch: one rank has two images, the other one
         optimizer.zero_grad()
@@ -97,7 +100,6 @@ def replicas_stay_equal(case):
         optimizer.step()
     assert same_everywhere(model, optimizer)
     assert_all_moved(model, start)
-    return True
 
 
 def nan_on_one_rank(case):
@@ -107,24 +109,17 @@ def nan_on_one_rank(case):
     ddp = DistributedDataParallel(model)
     data = shared(4, 6, torch.float32)
     steps(ddp, optimizer, data[:2])
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before = copy.deepcopy([dict(model.state_dict()), dict(optimizer.state_dict())])
     for averaged in (True, False):
         x, y = data[2]
         optimizer.zero_grad()
         with nullcontext() if averaged else ddp.no_sync():
             mse_loss(ddp(x if ranks.rank() == 0 else x * float("nan")), y).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer.step()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, before[0][name]), name
-        for key, state in before[1]["state"].items():
-            for name, value in state.items():
-                assert torch.equal(optimizer.state_dict()["state"][key][name], value), name
+        skip_a_step(optimizer) if averaged else optimizer.step()  # warned of once
+        assert same([dict(model.state_dict()), dict(optimizer.state_dict())], before)
     assert optimizer.nonfinite_steps == 2
     steps(ddp, optimizer, data[3:])
     assert same_everywhere(model, optimizer)
-    return True
 
 
 def one_rank_without_rows(case):
@@ -134,23 +129,16 @@ def one_rank_without_rows(case):
     ddp = DistributedDataParallel(model)
     for k, (x, y) in enumerate(batches(4, 4, torch.float32)):
         number = 0 if ranks.rank() == k % 2 else 4
-        optimizer.zero_grad()
-        ((ddp(x[:number]) - y[:number]) ** 2).sum().backward()
-        optimizer.step()
+        descend(optimizer, ((ddp(x[:number]) - y[:number]) ** 2).sum())
         assert same_everywhere(model, optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.zero_grad()
-    ddp(x[:0]).sum().backward()
-    optimizer.step()
-    moved = not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    before = weights(model)
+    descend(optimizer, ddp(x[:0]).sum())
+    moved = not all(still(model, before))
     assert moved == (case.cls is evenstep.BlockNaturalSGD and bool(case.keywords.get("momentum")))
-    scale = model.norm.weight.detach().clone()
-    optimizer.zero_grad()
-    (ddp(x[:0]).sum() + ranks.rank() * model.norm.weight.square().sum()).backward()
-    optimizer.step()
+    before = weights(model.norm)
+    descend(optimizer, ddp(x[:0]).sum() + ranks.rank() * model.norm.weight.square().sum())
     assert same_everywhere(model, optimizer)
-    assert not torch.equal(model.norm.weight, scale)
-    return True
+    assert not still(model.norm, before)[0]
 
 
 def whole_weights(model):
@@ -177,7 +165,6 @@ def sharded_equals_replicated(case):
         for name, value in optimizer.state[p].items():
             of_rows = name not in ("mx", "vx", "mg2") and value.shape[:1] == p.shape[:1]
             assert isinstance(value, DTensor) == of_rows, name
-    return True
 
 
 def sharded_with_nan_on_one_rank(case):
@@ -190,14 +177,11 @@ def sharded_with_nan_on_one_rank(case):
     mse_loss(model(data[1][0]), data[1][1]).backward()
     if ranks.rank() == 1:
         model.conv.weight.grad.to_local().fill_(float("nan"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.step()
+    skip_a_step(optimizer)
     assert optimizer.nonfinite_steps == 1
     assert all(map(torch.equal, whole_weights(model), before))
     steps(model, optimizer, data[2:])
     assert not any(map(torch.equal, whole_weights(model), before))
-    return True
 
 
 def sharded_in_bf16(case):
@@ -211,7 +195,10 @@ def sharded_in_bf16(case):
         for name in sorted({"mx", "vx"} & set(state)):
             assert state[name].dtype == torch.float32
             assert all(torch.equal(state[name], other) for other in ranks.gathered(state[name]))
-    return True
+
+
+def state_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def trained(case, folder):
@@ -220,8 +207,7 @@ def trained(case, folder):
     optimizer = case.build(model)
     data = shared(6, 6)
     steps(model, optimizer, data[:3])
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    checkpoint.save(saved, checkpoint_id=folder)
+    checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
     steps(model, optimizer, data[3:])
     return whole_weights(model)
 
@@ -231,7 +217,7 @@ def resumed(case, folder):
     torch.manual_seed(1)
     model = fully_sharded(Net().double())
     optimizer = case.build(model)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     steps(model, optimizer, shared(6, 6)[3:])
@@ -258,14 +244,13 @@ def other_groups():
     whole = dist.new_group([0, 1])
     optimizer = evenstep.UnitStep(Net(), process_group=whole)
     assert copy.deepcopy(optimizer).process_group == whole.group_name
-    return True
 
 
 def moments_of_uneven_batches():
     """E[g²] of a mean and of a summed loss, moments and sharing are those of the joined batch, however it is shared."""
     x, y = (t[:5] for t in batches(1, 6)[0])
     for reduction in ("mean", "sum"):
-        states, weights = [], []
+        states, results = [], []
         for ddp in (False, True):
             torch.manual_seed(0)
             model = Net().double()
@@ -276,13 +261,12 @@ def moments_of_uneven_batches():
             mse_loss(net(mine), target, reduction=reduction).backward()
             optimizer.step()
             states.append(optimizer.state_dict()["state"])
-            weights.append(list(model.parameters()))
+            results.append(list(model.parameters()))
         for key in states[0]:
             for name in {"mx", "vx", "mg2", "mass", "sharing"} & set(states[0][key]):
                 assert_close(states[0][key][name], states[1][key][name], msg=f"{reduction} {name}")
         if reduction == "sum":  # every example then has the same weight, whichever rank has it
-            assert_close(*weights)
-    return True
+            assert_close(*results)
 
 
 def moments_far_from_zero():
@@ -293,7 +277,6 @@ def moments_far_from_zero():
     model(ranks.share(x)).sum().backward()
     optimizer.step()
     assert_close(optimizer.state[model.weight]["vx"], x.double().var(0, correction=0).float(), rtol=1e-4, atol=0)
-    return True
 
 
 def tensor_parallel():
@@ -316,7 +299,6 @@ def tensor_parallel():
     canonical = evenstep.CanonicalSGD(model)
     with pytest.raises(RuntimeError, match="need the whole output of a layer"):
         steps(model, canonical, data)
-    return True
 
 
 def hybrid_sharding():
@@ -329,28 +311,22 @@ def hybrid_sharding():
         fully_sharded(twin, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
         steps(twin, evenstep.UnitStep(twin), data)
         assert_close(whole_weights(twin), list(model.parameters()), **CLOSE)
-    return True
 
 
 def sharded_after_the_optimizer_was_built():
     """As Accelerate does: parameters are replaced in the groups."""
-    data = shared(3, 6)
-    weights = []
+    results = []
     for late in (False, True):
         torch.manual_seed(0)
         model = Net().double()
         names = [name for name, _ in model.named_parameters()]
-        if late:
-            optimizer = evenstep.UnitStep(model)
+        optimizer = evenstep.UnitStep(model) if late else None
         fully_sharded(model)
         if late:
             optimizer.param_groups[0]["params"] = [model.get_parameter(name) for name in names]
-        else:
-            optimizer = evenstep.UnitStep(model)
-        steps(model, optimizer, data)
-        weights.append(whole_weights(model))
-    assert_close(*weights)
-    return True
+        steps(model, optimizer or evenstep.UnitStep(model), shared(3, 6))
+        results.append(whole_weights(model))
+    assert_close(*results)
 
 
 def joined(jobs, names):
@@ -368,48 +344,38 @@ ONCE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What every rank says of a job with a case; all jobs of a kind are run when one is asked for."""
-
-    @cache
-    def run(jobs):
-        return ranks.run(tmp_path_factory.mktemp(jobs[0]), 2, joined(jobs, OPTIMIZERS))
-
-    def of(jobs, job, case):
-        k = list(OPTIMIZERS.values()).index(case) * len(jobs) + jobs.index(job)
-        return [rank[k] for rank in run(jobs)]
-
-    return of
-
-
 def test_two_processes(tmp_path):
     """All in one job, since starting processes takes longer than what they do."""
     jobs = [*joined(DDP_JOBS, QUICK), *((job, ()) for job in ONCE)]
-    results = ranks.run(tmp_path, 2, jobs)
-    wrong = {
-        job.__name__: found
-        for (job, _), *both in zip(jobs, *results, strict=True)
-        for found in both
-        if found is not True
-    }
-    assert not wrong, "\n".join(f"{job}: {found}" for job, found in wrong.items())
+    for (job, _), *both in zip(jobs, *ranks.run(tmp_path, 2, jobs), strict=True):
+        assert both == [None, None], "\n".join([job.__name__, *map(str, both)])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What both ranks return of every job with every case; all jobs of a kind are run when one is asked for."""
+
+    @cache
+    def run(jobs):
+        both = ranks.run(tmp_path_factory.mktemp(jobs[0]), 2, joined(jobs, OPTIMIZERS))
+        return dict(zip(itertools.product(OPTIMIZERS, jobs), zip(*both, strict=True), strict=True))
+
+    return run
+
+
+KINDS = [
+    pytest.param(jobs, job, marks=pytest.mark.feature(feature), id=job)
+    for feature, jobs in (("DDP", DDP_JOBS), ("FSDP2", FSDP_JOBS))
+    for job in jobs
+]
 
 
 @pytest.mark.slow
-@pytest.mark.feature("DDP")
-@pytest.mark.parametrize("job", DDP_JOBS)
+@pytest.mark.parametrize(("jobs", "job"), KINDS)
 @every_optimizer
-def test_every_optimizer_on_replicas(case, job, found):
-    assert found(DDP_JOBS, job, case) == [True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.feature("FSDP2")
-@pytest.mark.parametrize("job", FSDP_JOBS)
-@every_optimizer
-def test_every_optimizer_on_shards(case, job, found):
-    assert found(FSDP_JOBS, job, case) == [True, True]
+def test_every_optimizer_on_replicas_and_shards(case, jobs, job, results):
+    name = next(name for name, other in OPTIMIZERS.items() if other is case)
+    assert results(jobs)[name, job] == (None, None)
 
 
 @pytest.fixture(scope="module")
