@@ -167,9 +167,7 @@ def module_at(path):
 def fit(optimizer, model, batches, energy=log_cosh):
     """Take a step on the mean of `energy` over each batch."""
     for x, t in batches:
-        optimizer.zero_grad()
-        energy(model(x), t).mean().backward()
-        optimizer.step()
+        descend(optimizer, energy(model(x), t).mean())
 
 
 def regression(count=6):
@@ -192,12 +190,9 @@ def plain_loop(optimizer, net, batches, every=1, clip=None):
 
 def moved_by(optimizer, loss):
     """How far a step on `loss` moves each parameter."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.detach().clone() for p in params]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+    before = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+    descend(optimizer, loss)
+    return {p: p.detach() - old for p, old in before.items()}
 
 
 def assert_same(model, other, **close):

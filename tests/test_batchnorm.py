@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
-from torch.nn.utils import fusion, parametrizations, prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 import evenstep
@@ -200,17 +200,6 @@ def test_a_linear_on_sequences_raises_in_its_forward(shape):
 
 
 # Folding a model's own batch norm
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "transposed" not in kind])
-def test_weights_are_those_of_torch_fusion(kind):
-    layer, x = layer_and_inputs(kind)
-    bn = seen(own_norm(layer, x))
-    fuse = fusion.fuse_linear_bn_eval if "linear" in kind else fusion.fuse_conv_bn_eval
-    expected = fuse(layer.eval(), bn.eval())
-    fold_batchnorm(nn.Sequential(layer, bn))
-    assert_close(layer.weight, expected.weight, **EXACT)
-    assert_close(layer.bias, expected.bias, **EXACT)
 
 
 UNUSUAL = {

@@ -38,6 +38,14 @@ def loss_of(model, x, y):
     return functional.cross_entropy(model(x), y)
 
 
+def trained(case, steps=1, **more):
+    """A small network and its optimizer after some steps."""
+    model = small_network()
+    optimizer = case.build(model, **more)
+    classify(optimizer, model, [images() for _ in range(steps)])
+    return model, optimizer
+
+
 def state_of(optimizer):
     return copy.deepcopy(optimizer.state_dict()["state"])
 
@@ -64,9 +72,7 @@ def test_save_load_continue_is_bit_equal(case, dtype):
 
 
 def test_loading_fills_the_live_tensors():
-    model = small_network()
-    optimizer = evenstep.WhitenedSGD(model)
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(OPTIMIZERS["whitened"])
     saved = copy.deepcopy(optimizer.state_dict())
     classify(optimizer, model, [images()])
     live = optimizer.state[model[0].weight]["mx"]
@@ -100,9 +106,7 @@ DELETIONS = {  # of an optimizer's state: all of it, or that of one parameter
 @pytest.mark.parametrize("how", DELETIONS)
 @every_optimizer
 def test_deleted_state_starts_anew_and_the_rest_goes_on(case, how, foreach):
-    model = small_network()
-    optimizer = case.build(model, foreach=foreach)
-    classify(optimizer, model, [images(), images()])
+    model, optimizer = trained(case, steps=2, foreach=foreach)
     known, first = {p: set(state) for p, state in optimizer.state.items()}, model[0].weight
     DELETIONS[how](optimizer, first)
     classify(optimizer, model, [images()])
@@ -294,9 +298,7 @@ def test_refresh_keeps_the_models_order_and_what_was_not_the_models():
 @pytest.mark.parametrize("name", ["evenstep", "whitened", "fan-in", "whitened-adamw"])
 def test_a_layer_whose_weight_has_gone_wants_a_refresh(name, foreach):
     """Pruning computes the weight from another parameter: everything says so, until the model is looked at again."""
-    model = small_network()
-    optimizer = OPTIMIZERS[name].build(model, foreach=foreach)
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(OPTIMIZERS[name], foreach=foreach)
     prune.l1_unstructured(model[3], "weight", 0.5)
     before = weights(model)
     for ask in (lambda: classify(optimizer, model, [images()]), optimizer.coverage, optimizer.fired):
@@ -350,9 +352,7 @@ def test_attaching_another_model_warns_of_what_it_lacks_or_keeps_the_old_one():
 @pytest.mark.feature("deepcopy and pickle")
 @every_optimizer
 def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
-    model = small_network()
-    optimizer = case.build(model)
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(case)
     state = state_of(optimizer)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(other, *images()).backward()
@@ -390,9 +390,7 @@ def test_a_model_moved_to_another_device_is_followed_in_every_tensor(case):
     """The meta device has no values, but refuses to mix with the CPU as a GPU does."""
     if case.keywords.get("base") is torch.optim.AdamW:
         pytest.skip("AdamW itself cannot run on the meta device without reading it")
-    model = small_network()
-    optimizer = case.build(model, **({"capturable": True} if case.cls is evenstep.Whitened else {}))
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(case, **({"capturable": True} if case.cls is evenstep.Whitened else {}))
     old = list(model.parameters())
     model.to("meta")  # makes new parameters, where a GPU would keep them: hand their state on
     optimizer.param_groups[0]["params"] = list(model.parameters())
@@ -407,9 +405,7 @@ def test_a_model_moved_to_another_device_is_followed_in_every_tensor(case):
 @pytest.mark.gpu
 @every_optimizer
 def test_a_model_moved_to_another_device_is_followed(case):
-    model = small_network()
-    optimizer = case.build(model)
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(case)
     model.cuda()
     classify(optimizer, model, [(x.cuda(), y.cuda()) for x, y in [images(), images()]])
     assert is_finite(model) and all(p.is_cuda for p in model.parameters())
@@ -424,9 +420,7 @@ def test_a_model_moved_to_another_device_is_followed(case):
 @every_optimizer
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(case, bad):
-    model = small_network()
-    optimizer = case.build(model)
-    classify(optimizer, model, [images(), images()])
+    model, optimizer = trained(case, steps=2)
     before, state, (x, y) = weights(model), state_of(optimizer), images()
     x[0, 0, 0, 0] = bad
     with pytest.warns(UserWarning, match=f"{type(optimizer).__name__}: a gradient is not finite; the step is skipped"):
@@ -485,9 +479,7 @@ def test_inputs_that_are_not_finite_or_have_such_squares_leave_the_moments(size,
 def test_an_empty_batch_does_nothing(case):
     if case.cls is evenstep.BlockNaturalSGD:
         pytest.skip("it watches no forward: a zero gradient is all it can see")
-    model = small_network()
-    optimizer = case.build(model)
-    classify(optimizer, model, [images()])
+    model, optimizer = trained(case)
     before, state, (x, y) = weights(model), state_of(optimizer), images(0)
     descend(optimizer, functional.cross_entropy(model(x), y, reduction="sum"))
     assert all(still(model, before))

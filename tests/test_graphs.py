@@ -182,12 +182,3 @@ def test_a_compiled_step_on_the_device_is_an_eager_one(case):
         compiled(x).square().mean().backward()
         step()
     assert_same(eager, compiled, rtol=5e-3, atol=5e-4)
-
-
-def test_a_model_that_was_compiled_before_its_optimizer_gets_a_warning():
-    model = network()
-    optimizer = evenstep.UnitStep(model)
-    optimizer.detach()
-    model(batches(1)[0]).square().mean().backward()
-    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
-        optimizer.step()

@@ -1,5 +1,6 @@
 """Kernels against float64, and fused steps against steps block by block."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,18 @@ from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import host
-from helpers import CPU_AND_GPU, GPU, LAYOUTS, SHAPES, Net, assert_moments_agree, assert_steps_agree, inputs_like
+from helpers import (
+    CPU_AND_GPU,
+    GPU,
+    LAYOUTS,
+    SHAPES,
+    Net,
+    assert_moments_agree,
+    assert_steps_agree,
+    inputs_like,
+    still,
+    weights,
+)
 
 BACKEND = "torch" if GPU.type == "cpu" else "triton"
 SERVED = BY_HAND if GPU.type == "cpu" else BY_HAND | TORCH_RULES
@@ -129,12 +141,11 @@ def test_a_network_on_two_devices_steps_on_both_or_on_none(where, cls):
     for step in range(3):
         optimizer.zero_grad()
         parts[1](parts[0](torch.randn(6, 4)).relu().to(GPU)).square().sum().backward()
-        before = [p.detach().clone() for p in parts.parameters()]
+        before = weights(parts)
         if step == 1:
             parts[where].weight.grad[0, 0] = torch.nan
         optimizer.step()
-        same = [torch.equal(a, b) for a, b in zip(before, parts.parameters(), strict=True)]
-        assert same == [step == 1] * 4
+        assert still(parts, before) == [step == 1] * 4
     assert optimizer.nonfinite_steps == 1
 
 
@@ -142,18 +153,14 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, which may not be the model's."""
     log = []
 
-    class Device:
-        def __init__(self, device):
-            self.device = device
-
-        def __enter__(self):
-            log.append(self.device.index)
-
-        def __exit__(self, *_):
-            log.append(None)
+    @contextmanager
+    def selected(device):
+        log.append(device.index)
+        yield
+        log.append(None)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", selected)
     for device in ("cpu", "cuda:0", "cuda:1"):
         with launch.on(torch.device(device)):
             log.append(device)
