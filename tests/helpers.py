@@ -47,6 +47,14 @@ def classify(optimizer, model, batches):
     fit(optimizer, model, batches, functional.cross_entropy)
 
 
+def trained(case, steps=1, **more):
+    """A small network and its optimizer after some steps."""
+    model = small_network()
+    optimizer = case.build(model, **more)
+    classify(optimizer, model, [images() for _ in range(steps)])
+    return model, optimizer
+
+
 def descend(optimizer, loss):
     """Take a step on a loss."""
     optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import BY_HAND
-from helpers import CPU_AND_GPU, GPU, Net, backward, descend, states, train
+from helpers import CPU_AND_GPU, GPU, Net, backward, classify, descend, images, small_network, states, train, twins
 from helpers import assert_same as assert_weights_agree
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -135,30 +135,24 @@ def test_a_pickled_optimizer_holds_each_number_once():
         assert_close(copied, mine)
 
 
-def convolutions(dtype):
-    torch.manual_seed(3)
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4)]
-    return nn.Sequential(*layers).to(dtype)
-
-
 def train_images(model, optimizer, steps, change=lambda step: None):
     """Train on random images; `change(step)` comes before each step's forward pass."""
-    for step in steps:
+    for step in range(steps):
         change(step)
-        x = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(model[0].weight)
-        descend(optimizer, model(x).square().mean())
+        torch.manual_seed(step)
+        x, y = images(5)
+        classify(optimizer, model, [(x.to(model[0].weight), y.to(model[0].weight.device))])
 
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @some_optimizers
 def test_a_new_memory_layout_changes_nothing(name, device, foreach):
-    model = convolutions(torch.float64 if device == "cpu" else torch.float32).to(device)
-    changing = copy.deepcopy(model)
+    model, changing = twins(lambda: small_network().to(device, torch.float64 if device == "cpu" else torch.float32))
     optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, changing))
     layouts = torch.contiguous_format, torch.channels_last
-    train_images(model, optimizer, range(4))
-    train_images(changing, other, range(4), lambda step: changing.to(memory_format=layouts[step % 2]))
+    train_images(model, optimizer, 4)
+    train_images(changing, other, 4, lambda step: changing.to(memory_format=layouts[step % 2]))
     assert_same((model, optimizer), (changing, other), CLOSE if device == "cpu" else ROUNDED)
 
 
@@ -166,11 +160,10 @@ def test_a_new_memory_layout_changes_nothing(name, device, foreach):
 @pytest.mark.parametrize("foreach", [None, False])
 @some_optimizers
 def test_a_move_to_another_device_and_back_changes_nothing(name, foreach):
-    model = convolutions(torch.float32)
-    moving = copy.deepcopy(model)
+    model, moving = twins()
     optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, moving))
-    train_images(model, optimizer, range(6))
-    train_images(moving, other, range(6), lambda step: moving.to(GPU if step in (2, 3) else "cpu"))
+    train_images(model, optimizer, 6)
+    train_images(moving, other, 6, lambda step: moving.to(GPU if step in (2, 3) else "cpu"))
     assert_same((model, optimizer), (moving, other), ROUNDED)
 
 

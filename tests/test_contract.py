@@ -27,6 +27,7 @@ from helpers import (
     small_network,
     still,
     through_a_file,
+    trained,
     twins,
     weights,
 )
@@ -36,14 +37,6 @@ by_parts_and_fused = pytest.mark.parametrize("foreach", [None, False])
 
 def loss_of(model, x, y):
     return functional.cross_entropy(model(x), y)
-
-
-def trained(case, steps=1, **more):
-    """A small network and its optimizer after some steps."""
-    model = small_network()
-    optimizer = case.build(model, **more)
-    classify(optimizer, model, [images() for _ in range(steps)])
-    return model, optimizer
 
 
 def state_of(optimizer):
