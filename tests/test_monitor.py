@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep import monitor as monitors
@@ -80,18 +81,14 @@ def test_scalars_are_quantiles_of_changes_between_running_and_fresh_moments():
 
 
 def test_every_layer_and_the_whole_network_have_every_column():
+    """A share of the network is one of all its inputs or units."""
     model, optimizer, monitor = watched()
     assert monitor.scalars() == {}
-    step(model, optimizer, torch.randn(20, 6))
-    assert set(monitor.scalars()) == {f"{layer}/{column}" for layer in ("0", "2", "all") for column in COLUMNS}
-    assert all(isinstance(value, float) for value in monitor.scalars().values())
-
-
-def test_a_share_of_the_network_is_one_of_all_its_inputs_or_units():
-    model, optimizer, monitor = watched()
     kill(model)
     step(model, optimizer, times=3)
     scalars = monitor.scalars()
+    assert set(scalars) == {f"{layer}/{column}" for layer in ("0", "2", "all") for column in COLUMNS}
+    assert all(isinstance(value, float) for value in scalars.values())
     assert scalars["all/dead_inputs"] == pytest.approx(10 / 46)
     units = (40 * scalars["0/guarded_units"] + 3 * scalars["2/guarded_units"]) / 43
     assert scalars["all/guarded_units"] == pytest.approx(units)
@@ -221,20 +218,13 @@ def test_a_nan_batch_is_one_event_and_its_end_another():
     model, optimizer, monitor = watched(steps=5)
     with pytest.warns(UserWarning, match="not finite"):
         step(model, optimizer, torch.full((100, 6), torch.nan))
+    late = CurvatureMonitor(optimizer)
     [start] = monitor.events()
-    assert (start.step, start.layer, start.kind, start.over) == (6, "all", "nonfinite", False)
     step(model, optimizer, times=12)
     [end] = monitor.events()
+    assert (start.step, start.layer, start.kind, start.over) == (6, "all", "nonfinite", False)
     assert (end.kind, end.over) == ("nonfinite", True)
-
-
-def test_steps_skipped_before_the_monitor_was_built_are_no_event():
-    model, optimizer, _ = watched(steps=2)
-    with pytest.warns(UserWarning, match="not finite"):
-        step(model, optimizer, torch.full((100, 6), torch.nan))
-    monitor = CurvatureMonitor(optimizer)
-    step(model, optimizer)
-    assert monitor.events() == []
+    assert late.events() == [], "the batch came before this monitor"
 
 
 def test_a_stepsize_far_too_large_is_an_event():
@@ -273,13 +263,16 @@ def test_events_are_those_of_the_last_history_steps():
 # what it must not do
 
 
+class NoReads(TorchDispatchMode):
+    """No operation may read a value, which waits for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function), "a value was read"
+        return function(*args, **(kwargs or {}))
+
+
 def test_no_look_at_a_step_reads_the_device(monkeypatch):
     model, optimizer, monitor = watched(steps=3)
-
-    class NoReads(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            assert "_local_scalar_dense" not in str(function), "a value was read"
-            return function(*args, **(kwargs or {}))
 
     def unread(method):
         def inner(*args):
