@@ -1,6 +1,7 @@
 """torch.compile: a compiled model is watched as an eager one, and a compiled step moves as an eager one."""
 
 import copy
+import itertools
 import pickle
 import shutil
 from functools import cache
@@ -93,9 +94,12 @@ MODELS = {
 SIZES = [6, 6, 6, 6, 4, 6, 4]  # the last batch of an epoch is smaller
 
 
-def train(optimizer, model, forward, shape):
-    """Train with all that may make a compiler look again: evaluation, schedules, a checkpoint, a smaller batch."""
-    generator = torch.Generator().manual_seed(1)
+def train(optimizer, model, forward, shape, steps=None):
+    """Train with all that may make a compiler look again: evaluation, schedules, a checkpoint, a smaller batch.
+
+    How many graphs there were after each step.
+    """
+    generator, graphs = torch.Generator().manual_seed(1), []
     for k, size in enumerate(SIZES):
         x = torch.randn(size, *shape, generator=generator) + 0.5
         if k in (2, 5):
@@ -103,20 +107,29 @@ def train(optimizer, model, forward, shape):
             with torch.no_grad():
                 forward(x)
             model.train()
-        descend(optimizer, forward(x).square().mean())
+        optimizer.zero_grad()
+        forward(x).square().mean().backward()
+        next(steps)() if steps else optimizer.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.9
+            group["lr"] *= 0.9  # in place, if it is a tensor
         if k == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return graphs
+
+
+def forget():
+    """Forget what was compiled and counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def graphs_of(optimizer, model, shape, compiled):
     """Train a compiled model; how many graphs were compiled, and nothing was broken."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    train(optimizer, model, compiled, shape)
+    forget()
+    graphs = train(optimizer, model, compiled, shape)
     assert not torch._dynamo.utils.counters["graph_break"]
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return graphs[-1]
 
 
 @cache
@@ -251,15 +264,19 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
     for _ in range(2):
         descend(optimizer, compiled(x).square().mean())
         average.update_parameters(model)
-    stages = (
-        [s.tally for s in optimizer._statistics.layers.values()] if case.cls is not evenstep.BlockNaturalSGD else []
-    )
+    watching = case.cls is not evenstep.BlockNaturalSGD
+    tallies = [stage.tally for stage in optimizer._statistics.layers.values()] if watching else []
     loaded = torch.compile(pickle.loads(pickle.dumps(model)), fullgraph=True, backend="eager")
     for twin in (copy.deepcopy(compiled), loaded, torch.compile(average.module, fullgraph=True, backend="eager")):
         twin(x).sum().backward()
         assert all(p.grad is not None for p in twin.parameters())
     assert_close(loaded(x), compiled(x))
-    assert all(tally[-1] == 5 for tally in stages)  # of that one call
+    assert all(tally[-1] == 5 for tally in tallies)  # of that one call
+
+
+def assert_applied(optimizer, count):
+    """Every layer was applied to so many inputs since the last step."""
+    assert all(stage.applied == count for stage in optimizer._statistics.layers.values())
 
 
 @pytest.fixture
@@ -286,7 +303,7 @@ def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind,
     for _ in range(3):
         for call in compiled:
             call(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
+        assert_applied(optimizer, 5)
         optimizer.step()
 
 
@@ -300,50 +317,31 @@ def test_a_model_that_runs_what_was_compiled_without_hooks_is_warned_of(blind, c
     torch.compile(other, backend="eager")(x)
     compiled = torch.compile(model, backend="eager")
     compiled(x).sum().backward()
-    with pytest.warns(
-        UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input .*_dynamo.reset\(\) helps"
-    ):
+    unseen = r"layer '0' \(Linear\) has a gradient but saw no input .*_dynamo.reset\(\) helps"
+    with pytest.warns(UserWarning, match=unseen):
         optimizer.step()
     torch._dynamo.reset()  # the way out: let it be compiled again
     compiled(x).sum().backward()
-    assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
-
-
-def steps(case, model, backend, **keywords):
-    """Train with a compiled step, or an eager one: a schedule, a checkpoint, and at the end a gradient with a NaN.
-
-    How many graphs there were after each step.
-    """
-    optimizer = case.build(model, **keywords)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
-    generator, graphs = torch.Generator().manual_seed(2), []
-    for k in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(6, 6, generator=generator) + 0.5).square().mean().backward()
-        if k == 5:
-            model[0].weight.grad[0, 0] = torch.nan
-        step()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9  # in place, if it is a tensor
-        if k == 2:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.nonfinite_steps == 1
-    return graphs
+    assert_applied(optimizer, 5)
 
 
 def assert_steps_as_eager(case, backend, tensor=True, **close):
-    """The graphs of each step, if compiled ones lead to the same weights."""
+    """The graphs of each step, if compiled ones lead to the same weights; an eager one takes a turn.
+
+    At the end gradients are NaN.
+    """
     eager = mlp()
     compiled, lr = copy.deepcopy(eager), case.keywords["lr"]
-    graphs = [
-        steps(case, model, by, lr=torch.tensor(lr) if tensor else lr)
-        for model, by in ((eager, None), (compiled, backend))
-    ]
+    for model in (eager, compiled):
+        optimizer = case.build(model, lr=torch.tensor(lr) if tensor else lr)
+        forget()
+        step = optimizer.step if model is eager else torch.compile(optimizer.step, backend=backend)
+        graphs = train(optimizer, model, model, (6,), itertools.chain([step] * 4, [optimizer.step], [step] * 2))
+        (torch.nan * model(torch.randn(6, 6))).sum().backward()
+        step()
+        assert optimizer.nonfinite_steps == 1
     assert_same(eager, compiled, **{"rtol": 1e-4, "atol": 1e-6} | close)
-    return graphs[1]
+    return graphs
 
 
 skips_a_step = pytest.mark.filterwarnings("ignore:.*a gradient is not finite")
@@ -354,7 +352,7 @@ skips_a_step = pytest.mark.filterwarnings("ignore:.*a gradient is not finite")
 @every_optimizer
 def test_a_compiled_step_is_compiled_once_and_moves_as_an_eager_one(case):
     """With a tensor for lr, which the schedule writes into. The rule of `Whitened` runs between graphs."""
-    *graphs, _ = assert_steps_as_eager(case, "eager")
+    graphs = assert_steps_as_eager(case, "eager")
     assert graphs[0] == graphs[-1] <= (6 if case.cls is evenstep.Whitened else 1)
 
 
@@ -363,7 +361,7 @@ def test_a_compiled_step_is_compiled_once_and_moves_as_an_eager_one(case):
 @some_optimizers
 def test_a_number_for_lr_is_compiled_once_more_when_it_changes(case):
     """As with torch's own optimizers: the first value is a constant, then it becomes an input."""
-    *graphs, _ = assert_steps_as_eager(case, "eager", tensor=False)
+    graphs = assert_steps_as_eager(case, "eager", tensor=False)
     assert graphs[0] < graphs[1] == graphs[-1] <= 2 * graphs[0]
 
 
@@ -385,22 +383,6 @@ def test_a_compiled_step_warns_of_layers_without_statistics():
     model(torch.randn(5, 6)).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         torch.compile(optimizer.step, backend="eager")()
-
-
-@pytest.mark.feature("compiled step")
-def test_eager_and_compiled_steps_may_take_turns():
-    eager = mlp()
-    mixed = copy.deepcopy(eager)
-    one, two = evenstep.UnitStep(eager), evenstep.UnitStep(mixed)
-    torch._dynamo.reset()
-    compiled = torch.compile(two.step, backend="eager")
-    for k in range(4):
-        x = torch.randn(5, 6)
-        for model, step in ((eager, one.step), (mixed, compiled if k % 2 else two.step)):
-            model.zero_grad()
-            model(x).square().mean().backward()
-            step()
-    assert_same(eager, mixed, rtol=1e-4, atol=1e-6)
 
 
 def play_the_kernel(call, x, slots, centre, tally, seen, clock):

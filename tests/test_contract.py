@@ -23,6 +23,7 @@ from helpers import (
     every_optimizer,
     images,
     is_finite,
+    moved_by,
     same,
     small_network,
     still,
@@ -131,25 +132,21 @@ def test_groups_bias_takes_lr_and_decay_from_its_own_weight_rules_the_layer():
         {"params": [model.weight], "lr": 0.0, "weight_decay": 0.5},
         {"params": [model.bias], "lr": 0.25, "weight_decay": 0.5},
     ]
-    optimizer = evenstep.WhitenedSGD(groups, model=model, **UNGUARDED)
-    weight, bias = weights(model)
-    descend(optimizer, model(torch.randn(5, 3).double()).sum() / 5)
-    assert torch.equal(model.weight, weight)
-    assert_close(model.bias.detach(), bias * (1 - 0.25 * 0.5) - 0.25 / 3**0.5)
+    optimizer, bias = evenstep.WhitenedSGD(groups, model=model, **UNGUARDED), model.bias.detach().clone()
+    moved = moved_by(optimizer, model(torch.randn(5, 3).double()).sum() / 5)
+    assert not moved[model.weight].any()
+    assert_close(moved[model.bias], -0.25 * (0.5 * bias + 1 / 3**0.5))
 
 
+@pytest.mark.filterwarnings("ignore:.*no layer of this ModuleList is covered")
 def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
     """Layers that get a smaller lr get a smaller plain_lr with it."""
-    moved = []
-    for own in ({}, {"lr": 0.05}, {"lr": 0.05, "plain_lr": 0.1}):
-        norm = nn.LayerNorm(3)
-        optimizer = evenstep.WhitenedSGD([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.5, plain_lr=0.1)
-        optimizer.add_param_group({"params": norm.parameters(), **own})
-        norm.bias.grad = torch.ones(3)
-        with pytest.warns(UserWarning, match="no model is attached"):
-            optimizer.step()
-        moved.append(norm.bias[0].item())
-    assert moved == pytest.approx([-0.1, -0.01, -0.1])
+    norms = nn.ModuleList(nn.LayerNorm(3) for _ in range(3))
+    own = [{}, {"lr": 0.05}, {"lr": 0.05, "plain_lr": 0.1}]
+    groups = [{"params": norm.parameters(), **keywords} for norm, keywords in zip(norms, own, strict=True)]
+    optimizer = evenstep.WhitenedSGD(groups, lr=0.5, plain_lr=0.1, model=norms)
+    moved = moved_by(optimizer, sum(norm.bias.sum() for norm in norms))
+    assert [moved[norm.bias][0].item() for norm in norms] == pytest.approx([-0.1, -0.01, -0.1])
 
 
 @pytest.mark.parametrize("first", [None, 0.1])
@@ -164,9 +161,8 @@ def test_plain_lr_follows_schedules_and_may_be_set_in_a_group(first, foreach):
         (first, 0.5, 2 * half), (first, 0.25, half), (0.0, 0.5, 0.0), (0.2, 0.25, 0.1), (None, 0.25, 0.25),
     ):  # fmt: skip
         group["plain_lr"], group["lr"] = plain_lr, lr
-        before = model[1].bias.detach().clone()
-        descend(optimizer, model(torch.randn(4, 3)).sum())
-        assert_close(model[1].bias.detach() - before, -expected * model[1].bias.grad)
+        moved = moved_by(optimizer, model(torch.randn(4, 3)).sum())
+        assert_close(moved[model[1].bias], -expected * model[1].bias.grad)
 
 
 def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
@@ -223,12 +219,11 @@ def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
 
 def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
     model = small_network()
-    optimizer, before = evenstep.WhitenedSGD(model.parameters(), lr=0.1), weights(model)
-    loss_of(model, *images()).backward()
+    optimizer = evenstep.WhitenedSGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"WhitenedSGD: no model is attached.*opt\.attach\(model\)"):
-        optimizer.step()
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert_close(p.detach(), old - 0.1 * p.grad)
+        moved = moved_by(optimizer, loss_of(model, *images()))
+    for p, step in moved.items():
+        assert_close(step, -0.1 * p.grad)
     optimizer.step()  # silent: warnings are errors here
     optimizer.attach(model)
     assert "whitened" in optimizer.coverage().summary()
