@@ -81,14 +81,17 @@ def test_the_mark_survives_files_and_copies_and_no_tensor_is_shared(case, copied
     assert not places & others
 
 
-def test_a_state_dict_holds_the_optimizers_own_tensors():
+def test_a_state_dict_holds_the_live_tensors_and_loading_fills_them():
     """As torch's: what is loaded are the values at the time of loading."""
     model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = optimizer.state_dict()
+    live, earlier = optimizer.state_dict()["state"], copy.deepcopy(optimizer.state_dict())
+    tensors = [state["mx"] for state in live.values() if "mx" in state]
     maker.train(model, optimizer, batches(1))
-    twin = OPTIMIZERS["evenstep"].build(maker.network())
-    twin.load_state_dict(state_dict)
-    assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same(live, optimizer.state_dict()["state"]) and not same(live, earlier["state"])
+    optimizer.load_state_dict(earlier)
+    found = [state["mx"] for state in optimizer.state.values() if "mx" in state]
+    assert found and all(value is kept for value, kept in zip(found, tensors, strict=True))
+    assert same(optimizer.state_dict()["state"], earlier["state"])
 
 
 # state that does not fit
