@@ -26,16 +26,6 @@ NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def layer_and_inputs(kind):
-    """A layer of the table, and a batch with means and variances of its own."""
-    return LAYERS[kind].layer(), LAYERS[kind].inputs(16)
-
-
-def head(out):
-    """The last layers of a small network: one output per example."""
-    return [nn.ReLU(), nn.Flatten(), nn.Linear(out.flatten(1).shape[1], 1).double()]
-
-
 def train(model, x, optimizer=None, steps=4):
     """Train a few steps; then draw all scales and shifts, which would still be near 1 and 0."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
@@ -111,17 +101,15 @@ def attributes():
 # Inserted, trained, folded
 
 
-def own_norm(layer, x, affine=True):
-    """A batch norm behind a layer, as a model has it from the start."""
-    return NORMS[x.dim()](layer(x).shape[1], affine=affine, eps=0.1).double()
-
-
 @pytest.mark.parametrize("norm", ["inserted", "own", "own, not affine"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_folding_after_training_keeps_the_function_and_restores_names(kind, norm):
-    layer, x = layer_and_inputs(kind)
-    own = [] if norm == "inserted" else [own_norm(layer, x, affine=norm == "own")]
-    model = nn.Sequential(layer, *own, *head(layer(x)))
+    layer, x = LAYERS[kind].layer(), LAYERS[kind].inputs(16)
+    out = layer(x)
+    bn = NORMS[x.dim()](out.shape[1], affine=norm == "own", eps=0.1)
+    own = [] if norm == "inserted" else [bn.double()]
+    head = nn.ReLU(), nn.Flatten(), nn.Linear(out.flatten(1).shape[1], 1).double()
+    model = nn.Sequential(layer, *own, *head)
     weight, before = layer.weight, layer.weight.detach().clone()
     if not own:
         assert insert_batchnorm(model) is model
@@ -136,30 +124,22 @@ def test_folding_after_training_keeps_the_function_and_restores_names(kind, norm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_batch_norm_only_divides_by_the_root_of_one_plus_eps(kind):
-    layer, x = layer_and_inputs(kind)
+    layer, x = LAYERS[kind].layer(), LAYERS[kind].inputs(16)
     expected = layer(x).detach() / (1 + 1e-5) ** 0.5
     model = insert_batchnorm(nn.Sequential(layer, nn.Linear(1, 1).double()))
     assert_close(evaluated(model[0], x), expected, **EXACT)
 
 
-def twice(self, x):
-    return self.b(self.a(self.a(x)))
+FORWARDS = {
+    "twice": lambda self, x: self.b(self.a(self.a(x))),
+    "data-dependent": lambda self, x: self.b(self.a(x)) if x.sum() > -1e9 else x,
+    "one by one": lambda self, x: nn.Sequential(*self.children())(x).relu(),
+}
 
 
-def data_dependent(self, x):
-    return self.b(self.a(x)) if x.sum() > -1e9 else x
-
-
-def one_by_one(self, x):
-    for layer in self.children():
-        x = layer(x)
-    return x.relu()
-
-
-@pytest.mark.parametrize("forward", [twice, data_dependent, one_by_one])
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_inserted_batch_norm_is_folded_under_any_forward(forward):
-    model = Forward(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
-    x = randn(8, 3)
+    model, x = Forward(FORWARDS[forward], a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double(), randn(8, 3)
     train(insert_batchnorm(model), x)
     assert_fold_keeps_the_function(model, x)
     assert type(model.a) is nn.Linear
@@ -180,8 +160,8 @@ def test_the_last_and_skipped_layers_are_left_out():
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_folded_on_their_own(again):
-    layer, x = layer_and_inputs("conv2d-biasless")
-    model = train(insert_batchnorm(nn.Sequential(layer, *head(layer(x)))), x)
+    model, x = insert_batchnorm(linears()), randn(16, 3)
+    train(model, x)
     assert_fold_keeps_the_function(again(model), x)
     assert isinstance(model[0], BatchNormed)
 
