@@ -11,7 +11,7 @@ from torch import nn
 import evenstep
 from cases import OPTIMIZERS
 from evenstep.torch_optimizer import checkpoint as checkpoints
-from helpers import assert_same, every_optimizer, is_finite, module_at, moved_by, same, through_a_file
+from helpers import Forward, assert_same, every_optimizer, is_finite, module_at, moved_by, same, through_a_file
 
 HERE = Path(__file__).parent
 maker = module_at(HERE.parent / "scripts" / "make_checkpoint_fixture.py")
@@ -276,20 +276,9 @@ def test_state_loaded_before_the_model_is_known_serves_after_attach():
     assert_same(model, other)
 
 
-class Pair(nn.Module):
-    """Two layers of one shape, in any order."""
-
-    def __init__(self, order):
-        super().__init__()
-        for name in order:
-            setattr(self, name, nn.Linear(4, 4))
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
 def pair(order, case):
-    model = Pair(order)
+    """Two layers of one shape, in any order, and their optimizer after two steps."""
+    model = Forward(lambda self, x: self.b(torch.tanh(self.a(x))), **{name: nn.Linear(4, 4) for name in order})
     optimizer = case.build(model)
     maker.train(model, optimizer, torch.randn(2, 5, 4))
     return model, optimizer
@@ -310,16 +299,14 @@ def test_layers_in_another_order_are_matched_by_name_and_other_names_by_place(ca
         assert same(dict(optimizer.state[p]), dict(other.state[wrapped.get_parameter(f"0.{name}")]))
 
 
-@pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, 0.2), (None, None)])
+@pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, {"plain_ratio": 0.2}), (None, {})])
 def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
     """A norm, which is no layer, then moves at plain_lr."""
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=plain_lr)
     old = dict(optimizer.state_dict())
     (group,) = old["param_groups"]
-    old["param_groups"] = [
-        {k: v for k, v in group.items() if k != "plain_at"} | ({"plain_ratio": ratio} if ratio else {})
-    ]
+    old["param_groups"] = [{k: v for k, v in group.items() if k != "plain_at"} | ratio]
     optimizer.load_state_dict(old)
     (loaded,) = optimizer.param_groups
     assert loaded["plain_at"] == 0.5 and "plain_ratio" not in loaded

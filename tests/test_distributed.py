@@ -22,7 +22,7 @@ from torch.testing import assert_close
 import evenstep
 import ranks
 from cases import OPTIMIZERS
-from helpers import assert_all_moved, assert_same, descend, every_optimizer, same, still, weights
+from helpers import Forward, assert_all_moved, assert_same, descend, every_optimizer, same, still, weights
 
 QUICK = ["evenstep"]
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -30,21 +30,16 @@ FSDP_JOBS = "sharded_equals_replicated", "sharded_with_nan_on_one_rank", "sharde
 DDP_JOBS = "equals_one_process", "replicas_stay_equal", "nan_on_one_rank", "one_rank_without_rows"
 
 
-class Net(nn.Module):
+def network():
     """Convolutions of all kinds, a norm, layers with and without bias, one of a single row."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 6, 3)
-        self.grouped = nn.Conv2d(6, 4, 2, padding=1, groups=2)
-        self.up = nn.ConvTranspose2d(4, 3, 2, stride=2)
-        self.norm = nn.LayerNorm(3)
-        self.hidden = nn.Linear(3, 7, bias=False)
-        self.out = nn.Linear(7, 1)
 
     def forward(self, x):
         x = self.up(torch.tanh(self.grouped(torch.tanh(self.conv(x))))).mean((2, 3))
         return self.out(torch.tanh(self.hidden(self.norm(x))))
+
+    convs = {"conv": nn.Conv2d(2, 6, 3), "grouped": nn.Conv2d(6, 4, 2, padding=1, groups=2)}
+    up, norm = nn.ConvTranspose2d(4, 3, 2, stride=2), nn.LayerNorm(3)
+    return Forward(forward, **convs, up=up, norm=norm, hidden=nn.Linear(3, 7, bias=False), out=nn.Linear(7, 1))
 
 
 def batches(number, size, dtype=torch.float64):
@@ -78,7 +73,7 @@ def same_everywhere(model, optimizer):
 
 
 def equals_one_process(case):
-    model = Net().double()
+    model = network().double()
     alone = copy.deepcopy(model)
     steps(alone, case.build(alone, process_group=False), batches(8, 6))
     optimizer = case.build(model)
@@ -87,7 +82,7 @@ def equals_one_process(case):
 
 
 def replicas_stay_equal(case):
-    model = Net()
+    model = network()
     optimizer = case.build(model)
     ddp, start = DistributedDataParallel(model), weights(model)
     for k, (x, y) in enumerate(batches(50, 7, torch.float32)):
@@ -103,7 +98,7 @@ def replicas_stay_equal(case):
 
 def nan_on_one_rank(case):
     """Gradients are not averaged here, so that a rank has them for itself."""
-    model = Net()
+    model = network()
     optimizer = case.build(model)
     ddp = DistributedDataParallel(model)
     data = shared(4, 6, torch.float32)
@@ -123,7 +118,7 @@ def nan_on_one_rank(case):
 
 def one_rank_without_rows(case):
     """In the first step and in a later one; then neither has any, and nothing moves but what one rank's loss pulls."""
-    model = Net()
+    model = network()
     optimizer = case.build(model)
     ddp = DistributedDataParallel(model)
     for k, (x, y) in enumerate(batches(4, 4, torch.float32)):
@@ -153,7 +148,7 @@ def fully_sharded(model, **options):
 
 def sharded_equals_replicated(case):
     data = shared(8, 6)
-    model = Net().double()
+    model = network().double()
     twin = copy.deepcopy(model)
     steps(DistributedDataParallel(model), case.build(model, exclude=["up.*"]), data)
     optimizer = case.build(fully_sharded(twin))
@@ -167,7 +162,7 @@ def sharded_equals_replicated(case):
 
 
 def sharded_with_nan_on_one_rank(case):
-    model = Net().double()
+    model = network().double()
     optimizer = case.build(fully_sharded(model))
     data = shared(3, 6)
     steps(model, optimizer, data[:1])
@@ -184,7 +179,7 @@ def sharded_with_nan_on_one_rank(case):
 
 
 def sharded_in_bf16(case):
-    model = fully_sharded(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = fully_sharded(network(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = case.build(model)
     before = whole_weights(model)
     steps(model, optimizer, shared(5, 6, torch.bfloat16))
@@ -202,7 +197,7 @@ def state_of(model, optimizer):
 
 def trained(case, folder):
     """Train, save with DCP, go on: the weights at the end."""
-    model = fully_sharded(Net().double())
+    model = fully_sharded(network().double())
     optimizer = case.build(model)
     data = shared(6, 6)
     steps(model, optimizer, data[:3])
@@ -214,7 +209,7 @@ def trained(case, folder):
 def resumed(case, folder):
     """Another network that goes on from there, with its share of the same batches."""
     torch.manual_seed(1)
-    model = fully_sharded(Net().double())
+    model = fully_sharded(network().double())
     optimizer = case.build(model)
     state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=folder)
@@ -230,7 +225,7 @@ def other_groups():
     results = []
     for group in (mine, False):
         torch.manual_seed(0)
-        model = Net().double()
+        model = network().double()
         optimizer = evenstep.UnitStep(model, process_group=group)
         steps(model, optimizer, [(x + ranks.rank(), y)])
         results.append(torch.cat([p.flatten() for p in model.parameters()]))
@@ -241,7 +236,7 @@ def other_groups():
     with pytest.raises(RuntimeError, match="train different layers"):
         optimizer.step()
     whole = dist.new_group([0, 1])
-    optimizer = evenstep.UnitStep(Net(), process_group=whole)
+    optimizer = evenstep.UnitStep(network(), process_group=whole)
     assert copy.deepcopy(optimizer).process_group == whole.group_name
 
 
@@ -252,7 +247,7 @@ def moments_of_uneven_batches():
         results = []
         for process_group, part in ((False, lambda t: t), (None, ranks.share)):
             torch.manual_seed(0)
-            model = Net().double()
+            model = network().double()
             optimizer = evenstep.CanonicalSGD(model, lr=0.01, reduction=reduction, process_group=process_group)
             net = model if process_group is False else DistributedDataParallel(model)
             mse_loss(net(part(x)), part(y), reduction=reduction).backward()
@@ -301,7 +296,7 @@ def tensor_parallel():
 def hybrid_sharding():
     """Sharded within a group of ranks, replicated between them."""
     data = shared(3, 6)
-    model = Net().double()
+    model = network().double()
     twins = [copy.deepcopy(model) for _ in range(2)]
     steps(DistributedDataParallel(model), evenstep.UnitStep(model, exclude=["up.*"]), data)
     for twin, shape in zip(twins, ((1, 2), (2, 1)), strict=True):
@@ -315,7 +310,7 @@ def sharded_after_the_optimizer_was_built():
     results = []
     for late in (False, True):
         torch.manual_seed(0)
-        model = Net().double()
+        model = network().double()
         names = [name for name, _ in model.named_parameters()]
         optimizer = evenstep.UnitStep(model) if late else None
         fully_sharded(model)
