@@ -31,24 +31,19 @@ BACKEND = "torch" if GPU.type == "cpu" else "triton"
 SERVED = BY_HAND if GPU.type == "cpu" else BY_HAND | TORCH_RULES
 EXACT = [name for name in SERVED if name != "muon"]  # which orthogonalizes in bfloat16
 SOME = [name for name in ("momentum", "even", "even-plain", "adamw", "nesterov-joint") if name in SERVED]
-with_and_without_nan = pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+FUSED = [(name, "cpu") for name in BY_HAND]
+FUSED += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in EXACT]
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@with_and_without_nan
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_fused_step_on_the_cpu_is_the_step_block_by_block(name, poison):
+@pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+@pytest.mark.parametrize(("name", "place"), FUSED)
+def test_a_fused_step_is_the_step_block_by_block(name, place, poison):
     torch.manual_seed(3)
-    assert_steps_agree(name, Net().double(), "cpu", 1e-9, poison=poison, by="torch")
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*not finite")
-@with_and_without_nan
-@pytest.mark.parametrize("name", EXACT)
-def test_a_fused_step_in_single_precision_is_the_step_block_by_block(name, poison):
-    torch.manual_seed(3)
-    assert_steps_agree(name, Net().to(GPU), GPU, 2e-4, poison=poison, by=BACKEND)
+    if place == "cpu":
+        assert_steps_agree(name, Net().double(), "cpu", 1e-9, poison=poison, by="torch")
+    else:
+        assert_steps_agree(name, Net().to(GPU), GPU, 2e-4, poison=poison, by=BACKEND)
 
 
 @pytest.mark.gpu
