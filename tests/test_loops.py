@@ -66,6 +66,24 @@ def negated(model, optimizer, x, y):
     descend(optimizer, -functional.cross_entropy(model(x), y))
 
 
+def clip(model, optimizer, x, y, by):
+    """Clipping acts on raw gradients before the step: as if they had come so."""
+    clip_in_place = nn.utils.clip_grad_norm_ if by == "norm" else nn.utils.clip_grad_value_
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    clip_in_place(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def clip_by_hand(model, optimizer, x, y, by):
+    params = list(model.parameters())
+    grads = torch.autograd.grad(functional.cross_entropy(model(x), y), params)
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g * 0.01 / (norm + 1e-6) if by == "norm" else g.clamp(-0.01, 0.01)
+    optimizer.step()
+
+
 def channels_last(model, optimizer, x, y):
     model.to(memory_format=torch.channels_last)
     plain(model, optimizer, x.to(memory_format=torch.channels_last), y)
@@ -87,6 +105,8 @@ WAYS = [
     ("gradient accumulation", {"step": partial(accumulate, sizes=[4, 4]), "rtol": 1e-6}),
     ("gradient accumulation", {"step": partial(accumulate, sizes=[3, 1, 4]), "rtol": 1e-6}),
     ("two backward passes, losses added", {"step": two_losses}),
+    ("gradient clipping", {"step": partial(clip, by="norm"), "by": partial(clip_by_hand, by="norm")}),
+    ("gradient clipping", {"step": partial(clip, by="value"), "by": partial(clip_by_hand, by="value")}),
     ("activation checkpointing", {"network": {"recompute": True}}),
     ("activation checkpointing", {"network": {"recompute": False}}),
     ("in-place activations", {"network": {"inplace": True}}),
@@ -123,31 +143,6 @@ def test_this_loop_steps_as_the_plain_one(case, way, batches):
     if way.get("step") is two_losses and case.cls.__name__ == "CanonicalSGD":
         pytest.skip("g² is read at each backward: two of them are two gradients to it")
     assert_steps_alike(case, batches, **way)
-
-
-@pytest.mark.feature("gradient clipping")
-@every_optimizer
-@pytest.mark.parametrize("by", ["norm", "value"])
-def test_clipped_gradients_are_the_gradients(case, by, batches):
-    """Clipping acts on raw gradients before the step: as if they had come so."""
-
-    clip_in_place = nn.utils.clip_grad_norm_ if by == "norm" else nn.utils.clip_grad_value_
-
-    def clip(model, optimizer, x, y):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        clip_in_place(model.parameters(), 0.01)
-        optimizer.step()
-
-    def by_hand(model, optimizer, x, y):
-        params = list(model.parameters())
-        grads = torch.autograd.grad(functional.cross_entropy(model(x), y), params)
-        norm = torch.cat([g.flatten() for g in grads]).norm()
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g * 0.01 / (norm + 1e-6) if by == "norm" else g.clamp(-0.01, 0.01)
-        optimizer.step()
-
-    assert_steps_alike(case, batches, clip, by_hand)
 
 
 @pytest.mark.feature("EMA copies")
