@@ -147,7 +147,7 @@ def backward(optimizer, model, device, step):
 
 
 class Forward(nn.Module):
-    """Named modules with a forward given as a function of the module and its input."""
+    """Named modules, and a function of the module and its input for a forward."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -223,6 +223,11 @@ def states(optimizer, model):
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def layer_statistics(optimizer):
+    """What each layer has added up since the last step, by its weight's name; nothing if no forward is watched."""
+    return optimizer._statistics.layers if optimizer._statistics is not None else {}
 
 
 def backends(optimizer):

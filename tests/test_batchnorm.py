@@ -375,14 +375,14 @@ def descents(optimizer, loss, steps):
     return loss().item()
 
 
-@pytest.mark.parametrize("way", ["built anew", "refreshed", "given the new bias"])
+@pytest.mark.parametrize("way", ["built anew", "refreshed", "added the new bias"])
 def test_training_goes_on_after_folding(way):
     model, loss = small_net()
-    parameters = model.named_parameters() if way == "given the new bias" else model
+    parameters = model.named_parameters() if way == "added the new bias" else model
     optimizer = evenstep.WhitenedSGD(parameters, lr=0.1, model=model)
     descents(optimizer, loss, 20)
     fold_batchnorm(model)
-    if way == "given the new bias":
+    if way == "added the new bias":
         optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
     if way == "built anew":
         optimizer.detach()

@@ -18,7 +18,7 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same, descend, every_optimizer
+from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
@@ -177,7 +177,7 @@ def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def test_every_kind_of_model_goes_through_real_compilers(case, name, backend):
     if backend == "inductor" and name not in ("convolutions", "checkpointed"):
-        pytest.skip("takes long, and shows nothing that these two do not")
+        pytest.skip("takes long, and finds nothing that these two do not")
     rounding = {"rtol": 0.02, "atol": 0.002}  # bfloat16: compiled code rounds elsewhere
     close = rounding if name == "autocast" else CLOSE  # eager sums are added up in another order
     assert_compiles_as_eager(case, name, backend, **close)
@@ -203,7 +203,7 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
     torch._dynamo.reset()
     model = convnet()
     optimizer = evenstep.UnitStep(model)
-    compiled = torch.compile(model, fullgraph=True, backend=lambda *given: compile_fx(*given, inner_compile=inner))
+    compiled = torch.compile(model, fullgraph=True, backend=lambda *graph: compile_fx(*graph, inner_compile=inner))
     with torch._functorch.config.patch(enable_autograd_cache=False):  # to compile even what another run has compiled
         compiled(torch.randn(6, 2, 5, 5)).sum().backward()
     optimizer.step()
@@ -264,8 +264,7 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
     for _ in range(2):
         descend(optimizer, compiled(x).square().mean())
         average.update_parameters(model)
-    watching = case.cls is not evenstep.BlockNaturalSGD
-    tallies = [stage.tally for stage in optimizer._statistics.layers.values()] if watching else []
+    tallies = [layer.tally for layer in layer_statistics(optimizer).values()]
     loaded = torch.compile(pickle.loads(pickle.dumps(model)), fullgraph=True, backend="eager")
     for twin in (copy.deepcopy(compiled), loaded, torch.compile(average.module, fullgraph=True, backend="eager")):
         twin(x).sum().backward()
@@ -276,7 +275,7 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
 
 def assert_applied(optimizer, count):
     """Every layer was applied to so many inputs since the last step."""
-    assert all(stage.applied == count for stage in optimizer._statistics.layers.values())
+    assert all(layer.applied == count for layer in layer_statistics(optimizer).values())
 
 
 @pytest.fixture
@@ -294,7 +293,7 @@ WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNatural
 @pytest.mark.feature("compiled model")
 @pytest.mark.parametrize("case", WATCHING)
 def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind, case):
-    """And takes turns with a model of the same class that stays without hooks."""
+    """Also between calls of a model of the same class that has no hooks."""
     x, plain, model = torch.randn(5, 6), mlp(), mlp()
     compiled = [torch.compile(m, backend="eager") for m in (plain, model)]
     for call in compiled:
@@ -427,7 +426,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
                 output = call(x)
             (output - 1).square().mean().backward()
-        for one, other in zip(*(o._statistics.layers.values() for o in optimizers), strict=True):
+        for one, other in zip(*(layer_statistics(o).values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
         for optimizer in optimizers:
             optimizer.step()

@@ -23,6 +23,7 @@ from helpers import (
     every_optimizer,
     images,
     is_finite,
+    layer_statistics,
     moved_by,
     same,
     small_network,
@@ -142,7 +143,7 @@ def test_plain_lr_follows_a_groups_own_lr_unless_the_group_has_both():
 @pytest.mark.parametrize("first", [None, 0.1])
 @by_parts_and_fused
 def test_plain_lr_follows_schedules_and_may_be_set_in_a_group(first, foreach):
-    """As of the lr it was built with, whatever a schedule has made of that."""
+    """As of the lr it was built with, times the factor of the schedule."""
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=first, foreach=foreach)
     (group,) = optimizer.param_groups
@@ -189,7 +190,7 @@ def test_a_frozen_layer_is_not_looked_at_until_it_thaws(compiled):
     def applied():
         optimizer.zero_grad(set_to_none=False)
         forward(torch.randn(5, 6)).square().mean().backward()
-        found = {name: int(stage.applied) for name, stage in optimizer._statistics.layers.items()}
+        found = {name: int(layer.applied) for name, layer in layer_statistics(optimizer).items()}
         optimizer.step()
         return found
 
@@ -335,8 +336,7 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(other, *images()).backward()
     assert same(state, state_of(optimizer))
-    if optimizer._statistics is not None:
-        assert not any(stage.applied for stage in optimizer._statistics.layers.values())
+    assert not any(layer.applied for layer in layer_statistics(optimizer).values())
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin)
         assert same(dict(twin.state_dict()), dict(optimizer.state_dict()))
@@ -417,7 +417,7 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_counted(case, bad):
 @pytest.mark.feature("capturable")
 @every_optimizer
 def test_capturable_masks_a_bad_batch_without_reading_it(case):
-    """As on a GPU: the same weights as with a look at the gradients, and a count that is told of when read."""
+    """As on a GPU: the same weights as with a look at the gradients, and a warning when the count is read."""
     if case.keywords.get("base") is torch.optim.AdamW:
         pytest.skip("AdamW itself is capturable on a GPU alone")
     model, twin = twins()

@@ -218,7 +218,7 @@ def resumed(case, folder):
 
 
 def other_groups():
-    """A group of one rank trains alone; False reduces nothing; ranks with different layers are told."""
+    """A group of one rank trains alone; False reduces nothing; ranks with different layers raise."""
     mine = [dist.new_group([k]) for k in range(2)][ranks.rank()]
     x, y = batches(1, 4)[0]
     results = []

@@ -23,6 +23,7 @@ from helpers import (
     assert_moments_agree,
     assert_steps_agree,
     inputs_like,
+    layer_statistics,
     still,
     weights,
 )
@@ -117,12 +118,12 @@ def test_examples_count_once_per_forward_of_the_model_and_at_every_call_of_a_lay
     layer = nn.Linear(4, 4).to(device)
     model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    (stage,) = optimizer._statistics.layers.values()
+    (layer_sums,) = layer_statistics(optimizer).values()
     model(torch.randn(8, 4, device=device))
     model(torch.randn(8, 4, device=device))
-    assert stage.examples.item() == 16 and stage.applied.item() == 32
+    assert layer_sums.examples.item() == 16 and layer_sums.applied.item() == 32
     layer(layer(torch.randn(8, 4, device=device)))
-    assert stage.examples.item() == 32 and stage.applied.item() == 48
+    assert layer_sums.examples.item() == 32 and layer_sums.applied.item() == 48
 
 
 @pytest.mark.gpu

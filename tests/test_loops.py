@@ -13,7 +13,7 @@ from helpers import assert_same, descend, every_optimizer, still, weights
 
 
 class Network(nn.Module):
-    """Two stages and a head, with what a forward may do to them."""
+    """Two parts and a head, and what a forward may do to them."""
 
     def __init__(self, *, inplace=False, keyword=False, recompute=None):
         super().__init__()
@@ -23,11 +23,11 @@ class Network(nn.Module):
         self.keyword, self.recompute = keyword, recompute
 
     def forward(self, x):
-        for stage in (self.one, self.two):
+        for part in (self.one, self.two):
             if self.recompute is None:
-                x = stage(x)
+                x = part(x)
             else:
-                x = checkpoint(stage, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.recompute)
+                x = checkpoint(part, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.recompute)
         return self.head(input=x) if self.keyword else self.head(x)
 
 

@@ -158,10 +158,10 @@ def test_a_lasting_change_of_scale_is_one_event_at_its_third_step(kappa, verb, g
     step(model, optimizer, times=5)
     [event] = [e for e in monitor.events() if e.kind == "scale"]
     assert (event.step, event.layer, event.over) == (63, "2", False)
-    share, told = re.fullmatch(
+    share, found = re.fullmatch(
         r"the variance of (\d+)% of its inputs (grew|shrank) to .* the running one", event.what
     ).groups()
-    assert told == verb and 15 <= int(share) <= 20
+    assert found == verb and 15 <= int(share) <= 20
     assert str(event) == f"step 63, layer 2: {event.what}"
     assert monitor.events() == []
 
@@ -354,8 +354,8 @@ thresholds = module_at(Path(__file__).parents[1] / "scripts" / "monitor_threshol
 @pytest.mark.parametrize("name", thresholds.OPTIMIZERS)
 @pytest.mark.parametrize("network", thresholds.NETWORKS)
 def test_a_healthy_training_has_few_events(network, name):
-    _, told = thresholds.train(network, name, "none", seed=7)
-    assert len(told) <= 3, [str(event) for event in told]
+    _, events = thresholds.train(network, name, "none", seed=7)
+    assert len(events) <= 3, [str(event) for event in events]
 
 
 @pytest.mark.slow
@@ -363,12 +363,12 @@ def test_a_healthy_training_has_few_events(network, name):
 @pytest.mark.parametrize("fault", thresholds.FAULTS)
 @pytest.mark.parametrize("name", thresholds.OPTIMIZERS)
 @pytest.mark.parametrize("network", thresholds.NETWORKS)
-def test_a_fault_is_told_within_ten_steps(network, name, fault):
+def test_a_fault_has_an_event_within_ten_steps(network, name, fault):
     if "units" in fault and network not in thresholds.DENSE:
         pytest.skip("has no two dense layers in a row")
-    rows, told = thresholds.train(network, name, fault, seed=7, until=thresholds.AT + 30)
+    rows, events = thresholds.train(network, name, fault, seed=7, until=thresholds.AT + 30)
     start = 1 if fault == "lr x 30" else thresholds.AT
-    if not any(event.kind == thresholds.FAULTS[fault] and start <= event.step < start + 10 for event in told):
+    if not any(event.kind == thresholds.FAULTS[fault] and start <= event.step < start + 10 for event in events):
         calm, _ = thresholds.train(network, name, "none", seed=7, until=thresholds.AT + 30)
         loss, calm_loss = (sum(row["loss"] for row in each[-50:]) / 50 for each in (rows, calm))
-        assert fault == "lr x 30" and loss < calm_loss, "a fault that did harm was not told"
+        assert fault == "lr x 30" and loss < calm_loss, "a fault that did harm had no event"

@@ -11,22 +11,22 @@ from helpers import assert_all_moved, assert_same, descend, is_finite, still, tw
 transformers = pytest.importorskip("transformers")
 
 
-def run(example, model, folder, resume=None, trainer=None, **given):
-    options = given.pop("options", {})
+def run(example, model, folder, resume=None, trainer=None, **keywords):
+    options = keywords.pop("options", {})
     torch.manual_seed(0)
     data = example.Counting(64)
     made = (trainer or transformers.Trainer)(
         model,
         example.arguments(str(folder), **{"max_steps": 6, "per_device_train_batch_size": 16, "seed": 1, **options}),
         train_dataset=data,
-        **given,
+        **keywords,
     )
     made.train(resume_from_checkpoint=resume)
     return made
 
 
 @pytest.mark.feature("Transformers: Trainer(optimizers=…)")
-def test_an_optimizer_that_is_given(case, example, tmp_path):
+def test_an_optimizer_that_is_passed(case, example, tmp_path):
     model = example.network()
     optimizer = case.build(model)
     before = weights(model)
@@ -35,7 +35,7 @@ def test_an_optimizer_that_is_given(case, example, tmp_path):
 
 
 @pytest.mark.feature("Transformers: Trainer(optimizer_cls_and_kwargs=…)")
-def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_given(case, example, tmp_path):
+def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_passed(case, example, tmp_path):
     model, twin = twins(example.network)
     run(example, model, tmp_path, optimizers=(case.build(model), None))
     run(example, twin, tmp_path, optimizer_cls_and_kwargs=(case.cls, {"model": twin, **case.keywords}))
