@@ -170,14 +170,17 @@ def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
     assert_compiles_as_eager(OPTIMIZERS["evenstep"], name, backend)
 
 
+REAL = [("aot_eager", name) for name in MODELS]
+REAL += [
+    pytest.param("inductor", name, marks=needs_compiler) for name in ("convolutions", "checkpointed")
+]  # it is slow
+
+
 @pytest.mark.slow
 @pytest.mark.feature("compiled model")
 @some_optimizers
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_every_kind_of_model_goes_through_real_compilers(case, name, backend):
-    if backend == "inductor" and name not in ("convolutions", "checkpointed"):
-        pytest.skip("takes long, and finds nothing that these two do not")
+@pytest.mark.parametrize(("backend", "name"), REAL)
+def test_every_kind_of_model_goes_through_real_compilers(case, backend, name):
     rounding = {"rtol": 0.02, "atol": 0.002}  # bfloat16: compiled code rounds elsewhere
     close = rounding if name == "autocast" else CLOSE  # eager sums are added up in another order
     assert_compiles_as_eager(case, name, backend, **close)

@@ -234,15 +234,11 @@ def test_a_stepsize_far_too_large_is_an_event():
     assert "acts as the stepsize" in event.what
 
 
-FEW_FAR = "a unit asks for steps of 10 times its own length; 10% of all are held back"
-MANY_LONG = "the trust radius holds back 60% of all units and so acts as the stepsize"
-
-
 @pytest.mark.parametrize(
     ("columns", "at", "what"),
     [
-        ({"guarded_units": 0.1, "log10_largest_step": 1.0}, 3, FEW_FAR),
-        ({"guarded_units": 0.6}, 50, MANY_LONG),
+        ({"guarded_units": 0.1, "log10_largest_step": 1.0}, 3, "a unit asks for steps of 10 times its own length; 10%"),
+        ({"guarded_units": 0.6}, 50, "the trust radius holds back 60% of all units and so acts as the stepsize"),
     ],
 )
 def test_guards_that_hold_few_units_far_or_most_for_long_are_an_event(columns, at, what):
