@@ -62,7 +62,7 @@ def unit_step(package: Any, model: nn.Module) -> Optimizer:
 
 def even_step(package: Any, model: nn.Module) -> Optimizer:
     """EvenStep as version 0.2 has it."""
-    return importlib.import_module(f"{package.__name__}.even_step").EvenStep(model, lr=RULE_LR)
+    return importlib.import_module(f"{package.__name__}.even_step").EvenStep(model, lr=RULE_LR, plain_lr=None)
 
 
 CONTENDERS = {

@@ -70,6 +70,13 @@ class ForwardState:
         """Whether the current call is part of a forward pass."""
         return self.running or (not torch.compiler.is_compiling() and self.started and graph_task_id() != -1)
 
+    def note(self, layer: "LayerStatistics", *, empty: bool) -> None:
+        """Note an eager call of a layer."""
+        self.saw_rows |= not empty
+        self.saw_empty |= empty
+        if graph_task_id() == -1:  # reentrant checkpointing calls early layers again during the backward pass
+            self.last = layer
+
     def clear(self) -> None:
         """Start over after a step."""
         self.running = self.started = self.saw_rows = self.saw_empty = False

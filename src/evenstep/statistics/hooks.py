@@ -89,9 +89,7 @@ class LayerHook(Hook):
                 if layer is None or look is None:
                     continue
                 if eager:
-                    self.forwards.last = layer
-                    self.forwards.saw_rows |= look.applied > 0
-                    self.forwards.saw_empty |= look.applied == 0
+                    self.forwards.note(layer, empty=look.applied == 0)
                 if look.applied:
                     layer.add_call(look._replace(x=shards.visible(look.x, look.dim)))
         return self._hook_gradient(output)
@@ -112,8 +110,7 @@ class LayerHook(Hook):
             plan = self.plans[key] = plan_call(x, look, layer.limit)
         assert layer is not None
         layer.add_planned_call(x, plan)
-        self.forwards.saw_rows = True
-        self.forwards.last = layer
+        self.forwards.note(layer, empty=False)
         return True
 
     def _hook_gradient(self, output: Any) -> Any:

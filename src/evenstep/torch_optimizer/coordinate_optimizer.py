@@ -164,6 +164,10 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""
+        if torch.compiler.is_compiling():  # a compiler that meets parameters as keys of the state guards each gradient
+            for block in plan.blocks:
+                for p in block.parameters:
+                    gradient(p)
         divisor = self._divisor()
         for step in plan.steps:
             step.look(divisor)
