@@ -226,7 +226,7 @@ def states(optimizer, model):
 
 
 def layer_statistics(optimizer):
-    """What each layer has added up since the last step, by its weight's name; nothing if no forward is watched."""
+    """What each layer has added up of its inputs since the last step, by its weight's name."""
     return optimizer._statistics.layers if optimizer._statistics is not None else {}
 
 
