@@ -42,8 +42,8 @@ if "hypothesis" not in MISSING:
 
 def pytest_configure(config):
     """Make warnings attributed to a module of tests/ errors; where extras are missing, skip the doctests they need."""
-    ours = "|".join(sorted({path.stem for path in TESTS.rglob("*.py")}))
-    config.addinivalue_line("filterwarnings", f"error:::({ours})$")
+    names = "|".join(sorted({path.stem for path in TESTS.rglob("*.py")}))
+    config.addinivalue_line("filterwarnings", f"error:::({names})$")
     config.option.doctest_ignore_import_errors |= bool(MISSING)
 
 

@@ -47,6 +47,14 @@ def classify(optimizer, model, batches):
     fit(optimizer, model, batches, functional.cross_entropy)
 
 
+def trained(case, steps=1, **more):
+    """A small network and its optimizer after some steps."""
+    model = small_network()
+    optimizer = case.build(model, **more)
+    classify(optimizer, model, [images() for _ in range(steps)])
+    return model, optimizer
+
+
 def descend(optimizer, loss):
     """Take a step on a loss."""
     optimizer.zero_grad()
@@ -139,7 +147,7 @@ def backward(optimizer, model, device, step):
 
 
 class Forward(nn.Module):
-    """Named modules with a forward given as a function of the module and its input."""
+    """Named modules, and a function of the module and its input for a forward."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -167,9 +175,7 @@ def module_at(path):
 def fit(optimizer, model, batches, energy=log_cosh):
     """Take a step on the mean of `energy` over each batch."""
     for x, t in batches:
-        optimizer.zero_grad()
-        energy(model(x), t).mean().backward()
-        optimizer.step()
+        descend(optimizer, energy(model(x), t).mean())
 
 
 def regression(count=6):
@@ -192,12 +198,9 @@ def plain_loop(optimizer, net, batches, every=1, clip=None):
 
 def moved_by(optimizer, loss):
     """How far a step on `loss` moves each parameter."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.detach().clone() for p in params]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+    before = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+    descend(optimizer, loss)
+    return {p: p.detach() - old for p, old in before.items()}
 
 
 def assert_same(model, other, **close):
@@ -220,6 +223,11 @@ def states(optimizer, model):
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def layer_statistics(optimizer):
+    """What each layer has added up of its inputs since the last step, by its weight's name."""
+    return optimizer._statistics.layers if optimizer._statistics is not None else {}
 
 
 def backends(optimizer):

@@ -1,10 +1,11 @@
-"""Processes that train one network together over gloo, and what each of them found."""
+"""Processes that train one network over gloo, and what each of them returns."""
 
 import os
 import time
 import traceback
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -20,14 +21,8 @@ def run(folder, world, jobs):
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(jobs, folder / "jobs.pt")
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         context = multiprocessing.spawn(_main, (world, folder), nprocs=world, join=False)
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
     end = time.monotonic() + LIMIT
     while not context.join(timeout=5):
         if time.monotonic() > end:
@@ -61,7 +56,7 @@ def rank():
 
 
 def share(batch):
-    """This rank's part of a batch that all of them have drawn alike."""
+    """This rank's part of a batch that is the same on all ranks."""
     return batch.tensor_split(dist.get_world_size())[rank()]
 
 

@@ -10,39 +10,20 @@ from torch import distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
-from torch.nn.utils import fusion, parametrizations, prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 import evenstep
+from cases import LAYERS
 from evenstep.batchnorm import BatchNormed, fold_batchnorm, insert_batchnorm
-from helpers import Forward, assert_all_moved, randn
+from helpers import Forward, assert_all_moved, descend, randn
 
-KINDS = {  # the layer's class, its spatial dimensions, further arguments
-    "linear": (nn.Linear, 0, {}),
-    "conv1d": (nn.Conv1d, 1, {}),
-    "conv2d-stride": (nn.Conv2d, 2, {"stride": 2, "padding": 1}),
-    "conv2d-reflect": (nn.Conv2d, 2, {"padding": 1, "padding_mode": "reflect"}),
-    "conv2d-groups": (nn.Conv2d, 2, {"groups": 2}),
-    "conv3d": (nn.Conv3d, 3, {}),
-    "transpose1d": (nn.ConvTranspose1d, 1, {"stride": 2}),
-    "transpose2d": (nn.ConvTranspose2d, 2, {}),
-    "transpose2d-groups": (nn.ConvTranspose2d, 2, {"groups": 2, "stride": 2}),
-    "transpose3d-groups": (nn.ConvTranspose3d, 3, {"groups": 4}),
-}
-NORMS = nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # by spatial dimensions
+KINDS = [
+    *("linear", "linear-biasless", "conv1d", "strided", "padded-reflect", "grouped", "conv2d-biasless", "conv3d"),
+    *("transposed1d", "transposed2d", "transposed-grouped", "transposed-biasless", "transposed3d"),
+]
+NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by the inputs' dimensions
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def layer_and_inputs(kind, bias):
-    """A layer of 4 inputs and 8 units, and a batch with means and variances of its own."""
-    cls, rank, options = KINDS[kind]
-    layer = cls(4, 8, *([3] if rank else []), bias=bias, **options).double()
-    return layer, randn(6 if rank else 16, 4, *[5] * rank) * 3 + 1
-
-
-def head(out):
-    """The last layers of a small network: one output per example."""
-    return [nn.ReLU(), nn.Flatten(), nn.Linear(out.flatten(1).shape[1], 1).double()]
 
 
 def train(model, x, optimizer=None, steps=4):
@@ -50,9 +31,7 @@ def train(model, x, optimizer=None, steps=4):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     model.train()
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(x + torch.randn_like(x)).pow(2).mean().backward()
-        optimizer.step()
+        descend(optimizer, model(x + torch.randn_like(x)).pow(2).mean())
     for bn in model.modules():
         if isinstance(bn, nn.modules.batchnorm._BatchNorm) and bn.affine:
             nn.init.normal_(bn.weight)
@@ -122,18 +101,15 @@ def attributes():
 # Inserted, trained, folded
 
 
-def own_norm(kind, affine):
-    """A batch norm behind a layer of `layer_and_inputs`, as a model has it from the start."""
-    return NORMS[KINDS[kind][1]](8, affine=affine, eps=0.1).double()
-
-
 @pytest.mark.parametrize("norm", ["inserted", "own", "own, not affine"])
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_folding_after_training_keeps_the_function_and_restores_names(kind, bias, norm):
-    layer, x = layer_and_inputs(kind, bias)
-    own = [] if norm == "inserted" else [own_norm(kind, affine=norm == "own")]
-    model = nn.Sequential(layer, *own, *head(layer(x)))
+def test_folding_after_training_keeps_the_function_and_restores_names(kind, norm):
+    layer, x = LAYERS[kind].layer(), LAYERS[kind].inputs(16)
+    out = layer(x)
+    bn = NORMS[x.dim()](out.shape[1], affine=norm == "own", eps=0.1)
+    own = [] if norm == "inserted" else [bn.double()]
+    head = nn.ReLU(), nn.Flatten(), nn.Linear(out.flatten(1).shape[1], 1).double()
+    model = nn.Sequential(layer, *own, *head)
     weight, before = layer.weight, layer.weight.detach().clone()
     if not own:
         assert insert_batchnorm(model) is model
@@ -148,30 +124,22 @@ def test_folding_after_training_keeps_the_function_and_restores_names(kind, bias
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_batch_norm_only_divides_by_the_root_of_one_plus_eps(kind):
-    layer, x = layer_and_inputs(kind, True)
+    layer, x = LAYERS[kind].layer(), LAYERS[kind].inputs(16)
     expected = layer(x).detach() / (1 + 1e-5) ** 0.5
     model = insert_batchnorm(nn.Sequential(layer, nn.Linear(1, 1).double()))
     assert_close(evaluated(model[0], x), expected, **EXACT)
 
 
-def twice(self, x):
-    return self.b(self.a(self.a(x)))
+FORWARDS = {
+    "twice": lambda self, x: self.b(self.a(self.a(x))),
+    "data-dependent": lambda self, x: self.b(self.a(x)) if x.sum() > -1e9 else x,
+    "one by one": lambda self, x: nn.Sequential(*self.children())(x).relu(),
+}
 
 
-def data_dependent(self, x):
-    return self.b(self.a(x)) if x.sum() > -1e9 else x
-
-
-def one_by_one(self, x):
-    for layer in self.children():
-        x = layer(x)
-    return x.relu()
-
-
-@pytest.mark.parametrize("forward", [twice, data_dependent, one_by_one])
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_inserted_batch_norm_is_folded_under_any_forward(forward):
-    model = Forward(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
-    x = randn(8, 3)
+    model, x = Forward(FORWARDS[forward], a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double(), randn(8, 3)
     train(insert_batchnorm(model), x)
     assert_fold_keeps_the_function(model, x)
     assert type(model.a) is nn.Linear
@@ -192,8 +160,8 @@ def test_the_last_and_skipped_layers_are_left_out():
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_folded_on_their_own(again):
-    layer, x = layer_and_inputs("conv2d-groups", False)
-    model = train(insert_batchnorm(nn.Sequential(layer, *head(layer(x)))), x)
+    model, x = insert_batchnorm(linears()), randn(16, 3)
+    train(model, x)
     assert_fold_keeps_the_function(again(model), x)
     assert isinstance(model[0], BatchNormed)
 
@@ -214,35 +182,16 @@ def test_a_linear_on_sequences_raises_in_its_forward(shape):
 # Folding a model's own batch norm
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d-stride", "conv2d-groups", "conv3d"])
-def test_weights_are_those_of_torch_fusion(kind):
-    layer, _ = layer_and_inputs(kind, False)
-    bn = seen(own_norm(kind, affine=True))
-    fuse = fusion.fuse_linear_bn_eval if kind == "linear" else fusion.fuse_conv_bn_eval
-    expected = fuse(layer.eval(), bn.eval())
-    fold_batchnorm(nn.Sequential(layer, bn))
-    assert_close(layer.weight, expected.weight, **EXACT)
-    assert_close(layer.bias, expected.bias, **EXACT)
+UNUSUAL = {
+    "synchronized": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "without shift": lambda m: changed(m, lambda m: m[1].register_parameter("bias", None)),
+    "without count": lambda m: changed(m, lambda m: setattr(m[1], "num_batches_tracked", None)),  # an old checkpoint's
+}
 
 
-def synchronized(model):
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
-
-def without_shift(model):
-    model[1].register_parameter("bias", None)
-    return model
-
-
-def without_count(model):
-    """As loaded from old checkpoints."""
-    model[1].num_batches_tracked = None
-    return model
-
-
-@pytest.mark.parametrize("change", [synchronized, without_shift, without_count])
-def test_unusual_batch_norm_is_folded(change):
-    assert_fold_keeps_the_function(change(normed()), randn(4, 3))
+@pytest.mark.parametrize("which", UNUSUAL)
+def test_unusual_batch_norm_is_folded(which):
+    assert_fold_keeps_the_function(UNUSUAL[which](normed()), randn(4, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -280,19 +229,11 @@ def test_batch_norm_behind_no_layer_of_a_sequential_is_left_to_torch():
 # Errors
 
 
-class OwnForward(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + 1
+def with_own_forward(cls):
+    return type(f"Own{cls.__name__}", (cls,), {"forward": lambda self, x: cls.forward(self, x) + 1})
 
 
-class OwnNorm(nn.BatchNorm1d):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-class OwnSequential(nn.Sequential):
-    def forward(self, x):
-        return self[1](-self[0](x))
+OwnLinear, OwnNorm, OwnSequential = map(with_own_forward, (nn.Linear, nn.BatchNorm1d, nn.Sequential))
 
 
 def tied(model):
@@ -300,7 +241,7 @@ def tied(model):
     model[-1].weight = model[0].weight
 
 
-LAYERS = {
+UNFIT = {
     "tied": (tied, "'0' (Linear) has a tied weight: '0.weight', '{last}.weight' are one parameter"),
     "shared": (lambda m: m.append(m[0]), "'0' (Linear) is shared: '0', '{last}' are one module"),
     "parametrized": (
@@ -310,16 +251,16 @@ LAYERS = {
     "pruned": (lambda m: prune.identity(m[0], "bias"), "'0' (Linear) has a bias computed from other parameters"),
     "lazy": (lambda m: m.__setitem__(0, nn.LazyLinear(3)), "has a weight that is not initialized yet"),
     "complex": (lambda m: m[0].to(torch.complex64), "'0' (Linear) has a weight of torch.complex64"),
-    "own forward": (lambda m: m.__setitem__(0, OwnForward(3, 3)), "'0' (OwnForward) has a forward of its own"),
+    "own forward": (lambda m: m.__setitem__(0, OwnLinear(3, 3)), "'0' (OwnLinear) has a forward of its own"),
     "hook": (lambda m: m[0].register_forward_hook(lambda *_: None), "'0' (Linear) has a forward hook; remove it first"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:Complex modules")
 @pytest.mark.parametrize("operation", [insert_batchnorm, fold_batchnorm])
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("case", UNFIT)
 def test_layers_that_batch_norm_cannot_be_folded_into_are_refused(operation, case):
-    change, part = LAYERS[case]
+    change, part = UNFIT[case]
     model = changed(normed() if operation is fold_batchnorm else linears(), change)
     assert_refuses(operation, model, part.format(last=len(model) - 1), "unchanged")
 
@@ -381,7 +322,7 @@ NOT_FOLDED = {
     "not finite": (lambda: changed(normed(), lambda m: m[1].running_mean.fill_(torch.nan)), "that are not finite"),
     "features": (lambda: normed(bn=seen(nn.BatchNorm1d(4))), "has 4 features; the layer before it needs BatchNorm1d"),
     "rank": (lambda: normed(bn=seen(nn.BatchNorm2d(3))), "'1' (BatchNorm2d) has 3 features; the layer before it needs"),
-    "own forward": (lambda: normed(bn=seen(OwnNorm(3))), "'1' (OwnNorm) has a forward of its own"),
+    "own forward": (lambda: normed(bn=seen(OwnNorm(3))), "'1' (OwnBatchNorm1d) has a forward of its own"),
     "hook": (lambda: changed(normed(), lambda m: m[1].register_forward_pre_hook(print)), "(BatchNorm1d) has a forward"),
     "hook on the pair": (
         lambda: changed(insert_batchnorm(linears()), lambda m: m[0].register_forward_hook(print)),
@@ -396,9 +337,9 @@ NOT_FOLDED = {
         "'1.1' (BatchNorm1d) is in eval mode, others are not; call model.eval() or model.train() first",
     ),
     "several": (
-        lambda: nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnForward(3, 3))),
-        "'1.1' (OwnNorm) has",
-        "'2.0' (OwnForward) has",
+        lambda: nn.Sequential(normed(), normed(bn=seen(OwnNorm(3))), normed(OwnLinear(3, 3))),
+        "'1.1' (OwnBatchNorm1d) has",
+        "'2.0' (OwnLinear) has",
     ),
     # models without a pair, for which torch has a function
     "no batch norm": (linears, "Sequential must contain a BatchNorm1d, 2d or 3d directly behind"),
@@ -420,36 +361,28 @@ def test_fold_refuses_what_is_no_fixed_scale_and_shift_behind_a_layer(case):
 # With an optimizer
 
 
-def small_task():
-    x = torch.randn(64, 6)
-    return x, torch.tanh(x @ torch.randn(6, 2))
-
-
 def small_net():
+    """A network with batch norm inserted, and its loss on a task."""
     layers = [nn.Linear(6, 16, bias=False), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)]
-    return insert_batchnorm(nn.Sequential(*layers))
+    model, x = insert_batchnorm(nn.Sequential(*layers)), torch.randn(64, 6)
+    y = torch.tanh(x @ torch.randn(6, 2))
+    return model, lambda: (model(x) - y).pow(2).mean()
 
 
-def losses(model, optimizer, x, y, steps):
-    found = []
+def descents(optimizer, loss, steps):
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (model(x) - y).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+        descend(optimizer, loss())
+    return loss().item()
 
 
-@pytest.mark.parametrize("way", ["built anew", "refreshed", "given the new bias"])
+@pytest.mark.parametrize("way", ["built anew", "refreshed", "added the new bias"])
 def test_training_goes_on_after_folding(way):
-    x, y = small_task()
-    model = small_net()
-    parameters = model.named_parameters() if way == "given the new bias" else model
+    model, loss = small_net()
+    parameters = model.named_parameters() if way == "added the new bias" else model
     optimizer = evenstep.WhitenedSGD(parameters, lr=0.1, model=model)
-    losses(model, optimizer, x, y, 20)
+    descents(optimizer, loss, 20)
     fold_batchnorm(model)
-    if way == "given the new bias":
+    if way == "added the new bias":
         optimizer.add_param_group({"params": [("0.bias", model[0].bias)]})
     if way == "built anew":
         optimizer.detach()
@@ -457,17 +390,15 @@ def test_training_goes_on_after_folding(way):
     else:
         optimizer.refresh()
     assert {row.parameter for row in optimizer.coverage() if row.treatment == "whitened"} == set(model.state_dict())
-    before = [p.detach().clone() for p in model.parameters()]
-    after = losses(model, optimizer, x, y, 40)
-    assert after[-1] < 0.8 * after[0]
+    before, start = [p.detach().clone() for p in model.parameters()], loss().item()
+    assert descents(optimizer, loss, 40) < 0.8 * start
     assert_all_moved(model, before)
 
 
 def test_a_refreshed_optimizer_is_saved_like_a_new_one():
-    x, y = small_task()
-    model = small_net()
+    model, loss = small_net()
     optimizer = evenstep.WhitenedSGD(model, lr=0.1)
-    losses(model, optimizer, x, y, 2)
+    descents(optimizer, loss, 2)
     fold_batchnorm(model)
     optimizer.refresh()
     assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())

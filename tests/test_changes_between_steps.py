@@ -5,7 +5,6 @@ Each test makes the same changes for an optimizer that steps block by block (`fo
 
 import copy
 import pickle
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import BY_HAND
-from helpers import CPU_AND_GPU, GPU, Net, backward, descend, randn, states, train
+from helpers import CPU_AND_GPU, GPU, Net, backward, classify, descend, images, small_network, states, train, twins
 from helpers import assert_same as assert_weights_agree
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -30,7 +29,7 @@ def pair(name="even"):
     return (single, BY_HAND[name].build(single, foreach=False)), (many, BY_HAND[name].build(many))
 
 
-def assert_same(one, other, close=CLOSE, fired=True):
+def assert_same(one, other, close=CLOSE):
     """Compare weights, state and guards of two runs."""
     (model, optimizer), (changed, copied) = one, other
     assert_weights_agree(model, changed, **close)
@@ -38,7 +37,7 @@ def assert_same(one, other, close=CLOSE, fired=True):
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         assert_close(found[key], value, msg=lambda m, key=key: f"{key}: {m}", **close)
-    for key, shares in optimizer.fired().items() if fired else ():
+    for key, shares in optimizer.fired().items():
         assert shares == pytest.approx(copied.fired()[key], abs=0.02)  # an input may have a variance of rounding alone
 
 
@@ -50,15 +49,16 @@ def replace_state(model, optimizer):
 
 def write_into_state(model, optimizer):
     for state in optimizer.state.values():
-        torch._foreach_mul_([value for key, value in state.items() if key != "step"] or [torch.ones(())], 1.5)
+        for key, value in state.items():
+            value.mul_(1.0 if key == "step" else 1.5)
 
 
-def delete_state_of_a_layer(model, optimizer):
-    del optimizer.state[model.second.weight]
-
-
-def delete_all_state(model, optimizer):
-    optimizer.state.clear()
+def load_a_checkpoint(model, optimizer):
+    """From before the last two steps."""
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(optimizer, model, "cpu", steps=2)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
 
 
 def move_weights_in_memory(model, optimizer):
@@ -83,9 +83,15 @@ def change_settings(**settings):
 CHANGES = {
     "state is replaced": [replace_state],
     "state is written into": [write_into_state],
-    "state is deleted": [delete_state_of_a_layer, delete_all_state],
+    "state is deleted": [
+        lambda model, optimizer: optimizer.state.pop(model.second.weight),
+        lambda model, optimizer: optimizer.state.clear(),
+    ],
+    "a checkpoint is loaded": [load_a_checkpoint],
     "weights move in memory": [move_weights_in_memory],
     "layers freeze and thaw": [freeze_layers, thaw_layers],
+    "layers are in eval mode": [lambda model, _: model.second.eval(), lambda model, _: model.train()],
+    "the dtype is another": [lambda model, _: model.float(), lambda model, _: model.double()],
     "settings change": [
         change_settings(**settings)
         for settings in ({"lr": 0.01}, {"trust": 0.01}, {"damping": 0.5, "decay": 0.5}, {"fresh_max": 0.5})
@@ -93,6 +99,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*layer 'second' .* saw no input")
 @pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fused_step_follows_what_changes_as_one_block_by_block_does(name, change):
@@ -102,7 +109,7 @@ def test_a_fused_step_follows_what_changes_as_one_block_by_block_does(name, chan
         for alter in CHANGES[change]:
             alter(model, optimizer)
             train(optimizer, model, "cpu", steps=2)
-    assert_same(*both)
+    assert_same(*both, ROUNDED if change == "the dtype is another" else CLOSE)
 
 
 def test_the_state_of_frozen_layers_does_not_keep_that_of_all_others_in_memory():
@@ -128,42 +135,24 @@ def test_a_pickled_optimizer_holds_each_number_once():
         assert_close(copied, mine)
 
 
-@some_optimizers
-def test_a_checkpoint_loaded_into_a_live_optimizer_goes_on_as_the_saved_one(name):
-    both = (saved, optimizer), (live, loaded) = pair(name)
-    train(optimizer, saved, "cpu", steps=3)
-    train(loaded, live, "cpu", steps=2)
-    live.load_state_dict(saved.state_dict())
-    loaded.load_state_dict(optimizer.state_dict())
-    for model, resumed in both:
-        train(resumed, model, "cpu", steps=3)
-    assert_same(*both, fired=False)
-
-
-def convolutions(dtype):
-    torch.manual_seed(3)
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4)]
-    return nn.Sequential(*layers).to(dtype)
-
-
 def train_images(model, optimizer, steps, change=lambda step: None):
     """Train on random images; `change(step)` comes before each step's forward pass."""
-    for step in steps:
+    for step in range(steps):
         change(step)
-        x = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(model[0].weight)
-        descend(optimizer, model(x).square().mean())
+        torch.manual_seed(step)
+        x, y = images(5)
+        classify(optimizer, model, [(x.to(model[0].weight), y.to(model[0].weight.device))])
 
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @some_optimizers
 def test_a_new_memory_layout_changes_nothing(name, device, foreach):
-    model = convolutions(torch.float64 if device == "cpu" else torch.float32).to(device)
-    changing = copy.deepcopy(model)
+    model, changing = twins(lambda: small_network().to(device, torch.float64 if device == "cpu" else torch.float32))
     optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, changing))
     layouts = torch.contiguous_format, torch.channels_last
-    train_images(model, optimizer, range(4))
-    train_images(changing, other, range(4), lambda step: changing.to(memory_format=layouts[step % 2]))
+    train_images(model, optimizer, 4)
+    train_images(changing, other, 4, lambda step: changing.to(memory_format=layouts[step % 2]))
     assert_same((model, optimizer), (changing, other), CLOSE if device == "cpu" else ROUNDED)
 
 
@@ -171,22 +160,11 @@ def test_a_new_memory_layout_changes_nothing(name, device, foreach):
 @pytest.mark.parametrize("foreach", [None, False])
 @some_optimizers
 def test_a_move_to_another_device_and_back_changes_nothing(name, foreach):
-    model = convolutions(torch.float32)
-    moving = copy.deepcopy(model)
+    model, moving = twins()
     optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, moving))
-    train_images(model, optimizer, range(6))
-    train_images(moving, other, range(6), lambda step: moving.to(GPU if step in (2, 3) else "cpu"))
+    train_images(model, optimizer, 6)
+    train_images(moving, other, 6, lambda step: moving.to(GPU if step in (2, 3) else "cpu"))
     assert_same((model, optimizer), (moving, other), ROUNDED)
-
-
-@some_optimizers
-def test_a_new_dtype_is_followed(name):
-    both = pair(name)
-    for model, optimizer in both:
-        for dtype in (torch.float64, torch.float32, torch.float64):
-            train(optimizer, model.to(dtype), "cpu", steps=2)
-    assert all(p.dtype == torch.float64 and p.isfinite().all() for p in both[0][0].parameters())
-    assert_same(*both, ROUNDED)
 
 
 def test_gradients_in_another_memory_order_change_nothing():
@@ -227,30 +205,4 @@ def test_layers_have_settings_of_their_own(name, added, setting):
         both.append((model, optimizer))
         if "trust" in setting and setting["trust"] is None:
             assert optimizer.fired()["second"][1] == optimizer.fired()["conv"][1] == 0
-    assert_same(*both)
-
-
-@pytest.mark.parametrize("foreach", [None, False])
-def test_inputs_whose_squares_overflow_leave_the_moments(foreach):
-    model = nn.Linear(4, 3).double()
-    optimizer = evenstep.WhitenedSGD(model, lr=0.01, foreach=foreach)
-    for scale in (1.0, 1e160):
-        before = {key: value.clone() for key, value in states(optimizer, model).items()}
-        descend(optimizer, (model(scale * randn(8, 4)) / scale).square().mean())
-    for key in ("weight.mx", "weight.vx"):
-        assert torch.equal(states(optimizer, model)[key], before[key])
-
-
-def test_a_layer_in_eval_mode_keeps_its_moments():
-    both = []
-    for foreach in (False, None):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-        optimizer = evenstep.WhitenedSGD(model, lr=0.01, momentum=0.9, foreach=foreach)
-        for step in range(5):
-            x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step)).double()
-            model[2].train(step != 3)
-            with pytest.warns(UserWarning, match="saw no input") if step == 3 else nullcontext():
-                descend(optimizer, model(x).square().mean())
-        both.append((model, optimizer))
     assert_same(*both)

@@ -1,7 +1,6 @@
 """Checkpoints: old formats load, and what does not fit is refused before anything changes."""
 
 import copy
-import importlib.util
 from math import inf, nan
 from pathlib import Path
 
@@ -13,15 +12,10 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep import even_step
 from evenstep.torch_optimizer import checkpoint as checkpoints
-from helpers import assert_same, every_optimizer, is_finite, moved_by, same, through_a_file
+from helpers import Forward, assert_same, every_optimizer, is_finite, module_at, moved_by, same, through_a_file
 
 HERE = Path(__file__).parent
-spec = importlib.util.spec_from_file_location(
-    "make_checkpoint_fixture", HERE.parent / "scripts" / "make_checkpoint_fixture.py"
-)
-maker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(maker)
-
+maker = module_at(HERE.parent / "scripts" / "make_checkpoint_fixture.py")
 STORED = [(path, name) for path in sorted((HERE / "fixtures").glob("format-*.pt")) for name in maker.NAMES]
 
 
@@ -74,7 +68,8 @@ def test_every_stored_format_loads_whole_and_goes_on(path, name):
 
 @pytest.mark.parametrize("copied", [through_a_file, copy.copy, copy.deepcopy])
 @every_optimizer
-def test_the_mark_survives_files_and_copies(case, copied):
+def test_the_mark_survives_files_and_copies_and_no_tensor_is_shared(case, copied):
+    """torch's own loading shares the step counts."""
     _, optimizer = trained(case)
     state_dict = copied(optimizer.state_dict())
     mark = checkpoints.mark_of(state_dict)
@@ -83,16 +78,21 @@ def test_the_mark_survives_files_and_copies(case, copied):
     twin.load_state_dict(state_dict)
     assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
     assert checkpoints.mark_of(twin.state_dict()) == mark
+    places, others = ({t.data_ptr() for s in o.state.values() for t in s.values()} for o in (optimizer, twin))
+    assert not places & others
 
 
-def test_a_state_dict_holds_the_optimizers_own_tensors():
+def test_a_state_dict_holds_the_live_tensors_and_loading_fills_them():
     """As torch's: what is loaded are the values at the time of loading."""
     model, optimizer = trained(OPTIMIZERS["evenstep"])
-    state_dict = optimizer.state_dict()
+    live, earlier = optimizer.state_dict()["state"], copy.deepcopy(optimizer.state_dict())
+    tensors = [state["mx"] for state in live.values() if "mx" in state]
     maker.train(model, optimizer, batches(1))
-    twin = OPTIMIZERS["evenstep"].build(maker.network())
-    twin.load_state_dict(state_dict)
-    assert same(twin.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same(live, optimizer.state_dict()["state"]) and not same(live, earlier["state"])
+    optimizer.load_state_dict(earlier)
+    found = [state["mx"] for state in optimizer.state.values() if "mx" in state]
+    assert found and all(value is kept for value, kept in zip(found, tensors, strict=True))
+    assert same(optimizer.state_dict()["state"], earlier["state"])
 
 
 # state that does not fit
@@ -277,64 +277,37 @@ def test_state_loaded_before_the_model_is_known_serves_after_attach():
     assert_same(model, other)
 
 
-class Pair(nn.Module):
-    """Two layers of one shape, in any order."""
-
-    def __init__(self, order):
-        super().__init__()
-        for name in order:
-            setattr(self, name, nn.Linear(4, 4))
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
 def pair(order, case):
-    model = Pair(order)
+    """Two layers of one shape, in any order, and their optimizer after two steps."""
+    model = Forward(lambda self, x: self.b(torch.tanh(self.a(x))), **{name: nn.Linear(4, 4) for name in order})
     optimizer = case.build(model)
     maker.train(model, optimizer, torch.randn(2, 5, 4))
     return model, optimizer
 
 
 @every_optimizer
-def test_layers_in_another_order_are_matched_by_name(case):
-    (model, optimizer), (other, twin) = pair("ab", case), pair("ba", case)
-    twin.load_state_dict(optimizer.state_dict())
-    assert twin.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
-    named = dict(other.named_parameters())
-    assert all(same(dict(optimizer.state[p]), dict(twin.state[named[name]])) for name, p in model.named_parameters())
-
-
-def test_other_names_are_matched_by_their_place():
+def test_layers_in_another_order_are_matched_by_name_and_other_names_by_place(case):
     """A model that is wrapped has other names."""
-    model, optimizer = pair("ab", OPTIMIZERS["evenstep"])
-    other = nn.Sequential(copy.deepcopy(model))
-    twin = OPTIMIZERS["evenstep"].build(other)
-    twin.load_state_dict(optimizer.state_dict())
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(same(dict(optimizer.state[p]), dict(twin.state[q])) for p, q in pairs)
+    model, optimizer = pair("ab", case)
+    reordered, twin = pair("ba", case)
+    wrapped = nn.Sequential(copy.deepcopy(model))
+    other = case.build(wrapped)
+    for loaded in (twin, other):
+        loaded.load_state_dict(optimizer.state_dict())
+    assert twin.param_groups[0]["param_names"] == [name for name, _ in reordered.named_parameters()]
+    for name, p in model.named_parameters():
+        assert same(dict(optimizer.state[p]), dict(twin.state[reordered.get_parameter(name)]))
+        assert same(dict(optimizer.state[p]), dict(other.state[wrapped.get_parameter(f"0.{name}")]))
 
 
-@every_optimizer
-def test_loading_shares_no_tensor(case):
-    """torch's own shares the step counts."""
-    _, optimizer = trained(case)
-    twin = case.build(maker.network())
-    twin.load_state_dict(optimizer.state_dict())
-    ours, theirs = ({t.data_ptr() for s in o.state.values() for t in s.values()} for o in (optimizer, twin))
-    assert not ours & theirs
-
-
-@pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, 0.2), (None, None)])
+@pytest.mark.parametrize(("plain_lr", "ratio"), [(0.1, {"plain_ratio": 0.2}), (None, {})])
 def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
     """A norm, which is no layer, then moves at plain_lr."""
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, plain_lr=plain_lr)
     old = dict(optimizer.state_dict())
     (group,) = old["param_groups"]
-    old["param_groups"] = [
-        {k: v for k, v in group.items() if k != "plain_at"} | ({"plain_ratio": ratio} if ratio else {})
-    ]
+    old["param_groups"] = [{k: v for k, v in group.items() if k != "plain_at"} | ratio]
     optimizer.load_state_dict(old)
     (loaded,) = optimizer.param_groups
     assert loaded["plain_at"] == 0.5 and "plain_ratio" not in loaded

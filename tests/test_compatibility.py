@@ -1,13 +1,12 @@
 """docs/compatibility.md says what the records say, and the records say that all is well."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+from helpers import module_at
+
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("compatibility", ROOT / "scripts" / "compatibility.py")
-compatibility = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compatibility)
+compatibility = module_at(ROOT / "scripts" / "compatibility.py")
 
 
 def test_the_page_is_made_from_the_records():

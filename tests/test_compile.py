@@ -1,6 +1,7 @@
 """torch.compile: a compiled model is watched as an eager one, and a compiled step moves as an eager one."""
 
 import copy
+import itertools
 import pickle
 import shutil
 from functools import cache
@@ -17,7 +18,7 @@ import evenstep
 from cases import OPTIMIZERS, RUNS_TORCH_RULES
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same, every_optimizer
+from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 SOME = [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")]
 some_optimizers = pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
+WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD]
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
@@ -55,10 +57,11 @@ def tied():
 
 def recomputed():
     """A part that is run again in the backward pass."""
-    part, head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), nn.Linear(6, 3)
-    return Forward(
-        lambda self, x: self.head(checkpoint(self.part, x, use_reentrant=False).relu()), part=part, head=head
-    )
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x, use_reentrant=False).relu())
+
+    return Forward(forward, part=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), head=nn.Linear(6, 3))
 
 
 def autocast():
@@ -92,9 +95,12 @@ MODELS = {
 SIZES = [6, 6, 6, 6, 4, 6, 4]  # the last batch of an epoch is smaller
 
 
-def train(optimizer, model, forward, shape):
-    """Train with all that may make a compiler look again: evaluation, schedules, a checkpoint, a smaller batch."""
-    generator = torch.Generator().manual_seed(1)
+def train(optimizer, model, forward, shape, steps=None):
+    """Train with all that may make a compiler look again: evaluation, schedules, a checkpoint, a smaller batch.
+
+    How many graphs there were after each step.
+    """
+    generator, graphs = torch.Generator().manual_seed(1), []
     for k, size in enumerate(SIZES):
         x = torch.randn(size, *shape, generator=generator) + 0.5
         if k in (2, 5):
@@ -104,33 +110,36 @@ def train(optimizer, model, forward, shape):
             model.train()
         optimizer.zero_grad()
         forward(x).square().mean().backward()
-        optimizer.step()
+        next(steps)() if steps else optimizer.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.9
+            group["lr"] *= 0.9  # in place, if it is a tensor
         if k == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return graphs
+
+
+def forget():
+    """Forget what was compiled and counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def graphs_of(optimizer, model, shape, compiled):
     """Train a compiled model; how many graphs were compiled, and nothing was broken."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    train(optimizer, model, compiled, shape)
+    forget()
+    graphs = train(optimizer, model, compiled, shape)
     assert not torch._dynamo.utils.counters["graph_break"]
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return graphs[-1]
 
 
 @cache
 def graphs_without_hooks(name, backend):
-    """How often a model compiles when nobody watches it."""
+    """How often a model compiles without an optimizer that watches it."""
     build, shape = MODELS[name]
     model = build()
-    return graphs_of(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        model,
-        shape,
-        torch.compile(model, fullgraph=True, backend=backend),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return graphs_of(optimizer, model, shape, torch.compile(model, fullgraph=True, backend=backend))
 
 
 def assert_compiles_as_eager(case, name, backend, **close):
@@ -162,14 +171,17 @@ def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
     assert_compiles_as_eager(OPTIMIZERS["evenstep"], name, backend)
 
 
+REAL = [("aot_eager", name) for name in MODELS]
+REAL += [
+    pytest.param("inductor", name, marks=needs_compiler) for name in ("convolutions", "checkpointed")
+]  # it is slow
+
+
 @pytest.mark.slow
 @pytest.mark.feature("compiled model")
 @some_optimizers
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_every_kind_of_model_goes_through_real_compilers(case, name, backend):
-    if backend == "inductor" and name not in ("convolutions", "checkpointed"):
-        pytest.skip("takes long, and shows nothing that these two do not")
+@pytest.mark.parametrize(("backend", "name"), REAL)
+def test_every_kind_of_model_goes_through_real_compilers(case, backend, name):
     rounding = {"rtol": 0.02, "atol": 0.002}  # bfloat16: compiled code rounds elsewhere
     close = rounding if name == "autocast" else CLOSE  # eager sums are added up in another order
     assert_compiles_as_eager(case, name, backend, **close)
@@ -195,8 +207,8 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
     torch._dynamo.reset()
     model = convnet()
     optimizer = evenstep.UnitStep(model)
-    compiled = torch.compile(model, fullgraph=True, backend=lambda *given: compile_fx(*given, inner_compile=inner))
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what was compiled in another run shows nothing
+    compiled = torch.compile(model, fullgraph=True, backend=lambda *graph: compile_fx(*graph, inner_compile=inner))
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # to compile even what another run has compiled
         compiled(torch.randn(6, 2, 5, 5)).sum().backward()
     optimizer.step()
     assert sorted(changed) == sorted([(), *[shape for n in (2, 4, 4, 72) for shape in ((1, 2, n), (n,), (4,), ())]])
@@ -215,40 +227,33 @@ def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
         for m, compiled in ((model, whole), (model.layers[0], part))
     )
     for k in range(4):
-        optimizer.zero_grad()
         y = forward(x) if k % 2 == 0 else model.layers[1](body(x))
-        y.square().mean().backward()
-        optimizer.step()
+        descend(optimizer, y.square().mean())
         shared = [optimizer.state[m.weight]["sharing"] for m in (model.layers[0].inner, model.layers[1])]
         assert shared == [1 if k % 2 else 2, 1]
 
 
-def in_place(model):
-    model.compile(fullgraph=True, backend="eager")
+def in_place(module, model):
+    module.compile(fullgraph=True, backend="eager")
     return model
 
 
-def inside_a_function(model):
-    return torch.compile(lambda x: model(x) * 1.0, fullgraph=True, backend="eager")
-
-
-def block_by_block(model):
-    model.layers[0].compile(fullgraph=True, backend="eager")
-    return model
-
-
-def with_any_batch_size(model):
-    return torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+WAYS = {
+    "in place": lambda model: in_place(model, model),
+    "block by block": lambda model: in_place(model.layers[0], model),
+    "inside a function": lambda model: torch.compile(lambda x: model(x) * 1.0, fullgraph=True, backend="eager"),
+    "with any batch size": lambda model: torch.compile(model, fullgraph=True, backend="eager", dynamic=True),
+}
 
 
 @pytest.mark.feature("compiled model")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it by itself
-@pytest.mark.parametrize("how", [in_place, inside_a_function, block_by_block, with_any_batch_size])
-def test_every_way_to_compile_is_watched(how):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_compile_is_watched(way):
     eager = chain(chain(nn.Linear(6, 8), nn.ReLU()), chain(nn.Linear(8, 6), nn.ReLU()), nn.Linear(6, 3))
     model = copy.deepcopy(eager)
     train(evenstep.UnitStep(eager), eager, eager, (6,))
-    graphs_of(evenstep.UnitStep(model), model, (6,), how(model))
+    graphs_of(evenstep.UnitStep(model), model, (6,), WAYS[way](model))
     assert_same(eager, model, rtol=1e-5, atol=1e-6)
 
 
@@ -261,19 +266,21 @@ def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     average = AveragedModel(model)
     for _ in range(2):
-        optimizer.zero_grad()
-        compiled(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, compiled(x).square().mean())
         average.update_parameters(model)
-    stages = (
-        [s.tally for s in optimizer._statistics.layers.values()] if case.cls is not evenstep.BlockNaturalSGD else []
-    )
+    tallies = [layer.tally for layer in layer_statistics(optimizer).values()]
+    examples = 5 if case in WATCHING else 0  # of that one call
     loaded = torch.compile(pickle.loads(pickle.dumps(model)), fullgraph=True, backend="eager")
     for twin in (copy.deepcopy(compiled), loaded, torch.compile(average.module, fullgraph=True, backend="eager")):
         twin(x).sum().backward()
         assert all(p.grad is not None for p in twin.parameters())
     assert_close(loaded(x), compiled(x))
-    assert all(tally[-1] == 5 for tally in stages)  # of that one call
+    assert all(tally[-1] == examples for tally in tallies)
+
+
+def assert_applied(optimizer, count):
+    """Every layer was applied to so many inputs since the last step."""
+    assert all(layer.applied == count for layer in layer_statistics(optimizer).values())
 
 
 @pytest.fixture
@@ -285,32 +292,19 @@ def blind():
     torch._dynamo.reset()
 
 
-WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD]
-
-
 @pytest.mark.feature("compiled model")
 @pytest.mark.parametrize("case", WATCHING)
 def test_a_model_compiled_before_its_optimizer_is_built_is_compiled_again(blind, case):
-    model, x = mlp(), torch.randn(5, 6)
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
+    """Also between calls of a model of the same class that has no hooks."""
+    x, plain, model = torch.randn(5, 6), mlp(), mlp()
+    compiled = [torch.compile(m, backend="eager") for m in (plain, model)]
+    for call in compiled:
+        call(x)
     optimizer = case.build(model)
-    for _ in range(2):
-        compiled(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
-        optimizer.step()
-
-
-@pytest.mark.feature("compiled model")
-def test_models_of_one_class_with_and_without_hooks_take_turns(blind):
-    x, plain, ours = torch.randn(5, 6), mlp(), mlp()
-    compiled = [torch.compile(model, backend="eager") for model in (plain, ours)]
-    compiled[0](x)
-    optimizer = evenstep.UnitStep(ours)
     for _ in range(3):
         for call in compiled:
             call(x).sum().backward()
-        assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
+        assert_applied(optimizer, 5)
         optimizer.step()
 
 
@@ -324,49 +318,29 @@ def test_a_model_that_runs_what_was_compiled_without_hooks_is_warned_of(blind, c
     torch.compile(other, backend="eager")(x)
     compiled = torch.compile(model, backend="eager")
     compiled(x).sum().backward()
-    with pytest.warns(
-        UserWarning, match=r"layer '0' \(Linear\) has a gradient but saw no input .*_dynamo.reset\(\) helps"
-    ):
+    unseen = r"layer '0' \(Linear\) has a gradient but saw no input .*_dynamo.reset\(\) helps"
+    with pytest.warns(UserWarning, match=unseen):
         optimizer.step()
     torch._dynamo.reset()  # the way out: let it be compiled again
     compiled(x).sum().backward()
-    assert all(stage.applied == 5 for stage in optimizer._statistics.layers.values())
-
-
-def steps(case, model, backend, **keywords):
-    """Train with a compiled step, or an eager one: a schedule, a checkpoint, and at the end a gradient with a NaN.
-
-    How many graphs there were after each step.
-    """
-    optimizer = case.build(model, **keywords)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
-    generator, graphs = torch.Generator().manual_seed(2), []
-    for k in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(6, 6, generator=generator) + 0.5).square().mean().backward()
-        if k == 5:
-            model[0].weight.grad[0, 0] = torch.nan
-        step()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].mul_(0.9)
-            else:
-                group["lr"] *= 0.9
-        if k == 2:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.nonfinite_steps == 1
-    return graphs
+    assert_applied(optimizer, 5)
 
 
 def assert_steps_as_eager(case, backend, tensor=True, **close):
-    """The graphs of each step, if compiled ones lead to the same weights."""
+    """The graphs of each step, if compiled ones lead to the same weights; an eager one takes a turn.
+
+    At the end gradients are NaN.
+    """
     eager = mlp()
     compiled, lr = copy.deepcopy(eager), case.keywords["lr"]
-    steps(case, eager, None, lr=torch.tensor(lr) if tensor else lr)
-    graphs = steps(case, compiled, backend, lr=torch.tensor(lr) if tensor else lr)
+    for model in (eager, compiled):
+        optimizer = case.build(model, lr=torch.tensor(lr) if tensor else lr)
+        forget()
+        step = optimizer.step if model is eager else torch.compile(optimizer.step, backend=backend)
+        graphs = train(optimizer, model, model, (6,), itertools.chain([step] * 4, [optimizer.step], [step] * 2))
+        (torch.nan * model(torch.randn(6, 6))).sum().backward()
+        step()
+        assert optimizer.nonfinite_steps == 1
     assert_same(eager, compiled, **{"rtol": 1e-4, "atol": 1e-6} | close)
     return graphs
 
@@ -379,7 +353,7 @@ skips_a_step = pytest.mark.filterwarnings("ignore:.*a gradient is not finite")
 @every_optimizer
 def test_a_compiled_step_is_compiled_once_and_moves_as_an_eager_one(case):
     """With a tensor for lr, which the schedule writes into. torch's rules run between graphs."""
-    *graphs, _ = assert_steps_as_eager(case, "eager")
+    graphs = assert_steps_as_eager(case, "eager")
     assert graphs[0] == graphs[-1] <= (6 if case.cls in RUNS_TORCH_RULES else 1)
 
 
@@ -388,7 +362,7 @@ def test_a_compiled_step_is_compiled_once_and_moves_as_an_eager_one(case):
 @some_optimizers
 def test_a_number_for_lr_is_compiled_once_more_when_it_changes(case):
     """As with torch's own optimizers: the first value is a constant, then it becomes an input."""
-    *graphs, _ = assert_steps_as_eager(case, "eager", tensor=False)
+    graphs = assert_steps_as_eager(case, "eager", tensor=False)
     assert graphs[0] < graphs[1] == graphs[-1] <= 2 * graphs[0]
 
 
@@ -410,22 +384,6 @@ def test_a_compiled_step_warns_of_layers_without_statistics():
     model(torch.randn(5, 6)).sum().backward()
     with pytest.warns(UserWarning, match="has a gradient but saw no input"):
         torch.compile(optimizer.step, backend="eager")()
-
-
-@pytest.mark.feature("compiled step")
-def test_eager_and_compiled_steps_may_take_turns():
-    eager = mlp()
-    mixed = copy.deepcopy(eager)
-    one, two = evenstep.UnitStep(eager), evenstep.UnitStep(mixed)
-    torch._dynamo.reset()
-    compiled = torch.compile(two.step, backend="eager")
-    for k in range(4):
-        x = torch.randn(5, 6)
-        for model, optimizer, step in ((eager, one, one.step), (mixed, two, compiled if k % 2 else two.step)):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            step()
-    assert_same(eager, mixed, rtol=1e-4, atol=1e-6)
 
 
 def play_the_kernel(call, x, slots, centre, tally, seen, clock):
@@ -470,7 +428,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
                 output = call(x)
             (output - 1).square().mean().backward()
-        for one, other in zip(*(o._statistics.layers.values() for o in optimizers), strict=True):
+        for one, other in zip(*(layer_statistics(o).values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
         for optimizer in optimizers:
             optimizer.step()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import BY_HAND, TORCH_RULES
+
 pytestmark = pytest.mark.kernels
 INTERPRETER = str(Path(__file__).with_name("triton_interpreter.py"))
 
@@ -19,13 +21,7 @@ def said_by(*words, interpreted=True):
     return done.stdout.strip() if done.returncode == 0 else done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("sg", "momentum", "unguarded", "fan-in", "even", "even-plain", "even-tight", "even-tensor-lr"),
-        *("adamw", "adamw-tight", "adamw-tensor-lr", "nesterov-joint", "unguarded-rule"),
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in BY_HAND | TORCH_RULES if name != "muon"])
 def test_steps_by_the_interpreter(name):
     assert said_by(INTERPRETER, "steps", name) == f"10 steps of {name} agree"
 

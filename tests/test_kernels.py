@@ -1,5 +1,6 @@
 """Kernels against float64, and fused steps against steps block by block."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,30 +15,37 @@ from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import host
-from helpers import CPU_AND_GPU, GPU, LAYOUTS, SHAPES, Net, assert_moments_agree, assert_steps_agree, inputs_like
+from helpers import (
+    CPU_AND_GPU,
+    GPU,
+    LAYOUTS,
+    SHAPES,
+    Net,
+    assert_moments_agree,
+    assert_steps_agree,
+    inputs_like,
+    layer_statistics,
+    still,
+    weights,
+)
 
 BACKEND = "torch" if GPU.type == "cpu" else "triton"
 SERVED = BY_HAND if GPU.type == "cpu" else BY_HAND | TORCH_RULES
 EXACT = [name for name in SERVED if name != "muon"]  # which orthogonalizes in bfloat16
 SOME = [name for name in ("momentum", "even", "even-plain", "adamw", "nesterov-joint") if name in SERVED]
-with_and_without_nan = pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+FUSED = [(name, "cpu") for name in BY_HAND]
+FUSED += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in EXACT]
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@with_and_without_nan
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_fused_step_on_the_cpu_is_the_step_block_by_block(name, poison):
+@pytest.mark.parametrize("poison", [(), (2,)], ids=["", "a NaN"])
+@pytest.mark.parametrize(("name", "place"), FUSED)
+def test_a_fused_step_is_the_step_block_by_block(name, place, poison):
     torch.manual_seed(3)
-    assert_steps_agree(name, Net().double(), "cpu", 1e-9, poison=poison, by="torch")
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*not finite")
-@with_and_without_nan
-@pytest.mark.parametrize("name", EXACT)
-def test_a_fused_step_in_single_precision_is_the_step_block_by_block(name, poison):
-    torch.manual_seed(3)
-    assert_steps_agree(name, Net().to(GPU), GPU, 2e-4, poison=poison, by=BACKEND)
+    if place == "cpu":
+        assert_steps_agree(name, Net().double(), "cpu", 1e-9, poison=poison, by="torch")
+    else:
+        assert_steps_agree(name, Net().to(GPU), GPU, 2e-4, poison=poison, by=BACKEND)
 
 
 @pytest.mark.gpu
@@ -126,12 +134,12 @@ def test_examples_count_once_per_forward_of_the_model_and_at_every_call_of_a_lay
     layer = nn.Linear(4, 4).to(device)
     model = nn.Sequential(layer, layer)
     optimizer = evenstep.WhitenedSGD(model)
-    (stage,) = optimizer._statistics.layers.values()
+    (layer_sums,) = layer_statistics(optimizer).values()
     model(torch.randn(8, 4, device=device))
     model(torch.randn(8, 4, device=device))
-    assert stage.examples.item() == 16 and stage.applied.item() == 32
+    assert layer_sums.examples.item() == 16 and layer_sums.applied.item() == 32
     layer(layer(torch.randn(8, 4, device=device)))
-    assert stage.examples.item() == 32 and stage.applied.item() == 48
+    assert layer_sums.examples.item() == 32 and layer_sums.applied.item() == 48
 
 
 @pytest.mark.gpu
@@ -145,12 +153,11 @@ def test_a_network_on_two_devices_steps_on_both_or_on_none(where, cls):
     for step in range(3):
         optimizer.zero_grad()
         parts[1](parts[0](torch.randn(6, 4)).relu().to(GPU)).square().sum().backward()
-        before = [p.detach().clone() for p in parts.parameters()]
+        before = weights(parts)
         if step == 1:
             parts[where].weight.grad[0, 0] = torch.nan
         optimizer.step()
-        same = [torch.equal(a, b) for a, b in zip(before, parts.parameters(), strict=True)]
-        assert same == [step == 1] * 4
+        assert still(parts, before) == [step == 1] * 4
     assert optimizer.nonfinite_steps == 1
 
 
@@ -158,18 +165,14 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     """Triton launches on the current device, which may not be the model's."""
     log = []
 
-    class Device:
-        def __init__(self, device):
-            self.device = device
-
-        def __enter__(self):
-            log.append(self.device.index)
-
-        def __exit__(self, *_):
-            log.append(None)
+    @contextmanager
+    def selected(device):
+        log.append(device.index)
+        yield
+        log.append(None)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", selected)
     for device in ("cpu", "cuda:0", "cuda:1"):
         with launch.on(torch.device(device)):
             log.append(device)

@@ -12,32 +12,30 @@ def warn_at(level):
     torch_like["deprecated"](level)
 
 
-@pytest.mark.parametrize(
-    "module", ["torch", "torch.jit._script", "triton.runtime.jit", "lightning.pytorch", "transformers", "numpy", "sys"]
-)
-@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+OTHERS = ["torch", "torch.jit._script", "triton.runtime.jit", "lightning.pytorch", "transformers", "numpy", "sys"]
+ITS_OWN = ["evenstep", "evenstep.torch_optimizer.base", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
+every_category = pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+
+
+@pytest.mark.parametrize("module", OTHERS)
+@every_category
 def test_other_packages_warnings_pass(module, category):
     with warnings.catch_warnings(record=True) as passed:
         warnings.warn_explicit("deprecated", category, "file.py", 1, module=module)
     assert len(passed) == 1
 
 
-@pytest.mark.parametrize(
-    "module", ["evenstep", "evenstep.torch_optimizer.base", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
-)
-@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+@pytest.mark.parametrize("module", ITS_OWN)
+@every_category
 def test_warnings_of_the_library_and_its_tests_are_errors(module, category):
     with pytest.raises(category, match="avoidable"):
         warnings.warn_explicit("avoidable", category, "file.py", 1, module=module)
 
 
-def test_a_package_that_warns_of_itself_passes():
+def test_a_package_that_warns_passes_if_it_blames_itself_and_is_an_error_if_it_blames_its_caller():
     with warnings.catch_warnings(record=True) as passed:
         warn_at(1)
     assert [str(w.message) for w in passed] == ["deprecated"]
-
-
-def test_a_package_that_warns_of_its_caller_is_an_error():
     with pytest.raises(DeprecationWarning, match="deprecated"):
         warn_at(2)
 

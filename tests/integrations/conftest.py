@@ -1,4 +1,4 @@
-"""Trainers and libraries, the real ones: `make test-integrations`. Their own warnings are theirs; ours are errors."""
+"""Trainers and libraries, the real ones: `make test-integrations`. Warnings of evenstep are errors, others are not."""
 
 import importlib
 from pathlib import Path

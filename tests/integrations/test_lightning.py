@@ -43,61 +43,55 @@ class Regression(lightning.LightningModule):
         return self.case.build(self)
 
 
-def loader(batches):
-    return DataLoader(batches, batch_size=None)
-
-
-def fit(model, data, epochs=1, path=None, **options):
+def fit(model, batches, epochs=1, path=None, validate=False, **options):
     trainer = lightning.Trainer(max_epochs=epochs, **QUIET, **{"enable_checkpointing": False, **options})
-    trainer.fit(model, data, ckpt_path=path)
+    trainer.fit(model, *[DataLoader(batches, batch_size=None)] * (1 + validate), ckpt_path=path)
     return trainer
 
 
-@pytest.mark.feature("Lightning: automatic optimization")
-def test_automatic_optimization_is_the_plain_loop(case):
-    net, twin, batches = regression()
-    fit(Regression(case, net), loader(batches))
-    assert_same(plain_loop(case.build(twin), twin, batches), net, **CLOSE)
+WAYS = [
+    pytest.param(manual, marks=pytest.mark.feature(f"Lightning: {name} optimization"), id=name)
+    for name, manual in (("automatic", False), ("manual", True))
+]
 
 
-@pytest.mark.feature("Lightning: manual optimization")
-def test_manual_optimization_is_the_plain_loop(case):
+@pytest.mark.parametrize("manual", WAYS)
+def test_automatic_and_manual_optimization_are_the_plain_loop(case, manual):
     net, twin, batches = regression()
-    fit(Regression(case, net, manual=True), loader(batches))
+    fit(Regression(case, net, manual=manual), batches)
     assert_same(plain_loop(case.build(twin), twin, batches), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: accumulation and clipping")
 def test_accumulation_and_clipping_are_those_of_the_plain_loop(case):
     net, twin, batches = regression()
-    fit(Regression(case, net), loader(batches), accumulate_grad_batches=2, gradient_clip_val=0.1)
+    fit(Regression(case, net), batches, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert_same(plain_loop(case.build(twin), twin, batches, every=2, clip=0.1), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: validation between epochs")
 def test_validation_changes_no_step(case):
     net, twin, batches = regression()
-    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
-    trainer.fit(Regression(case, net), loader(batches), loader(batches))
+    fit(Regression(case, net), batches, epochs=2, validate=True)
     assert_same(plain_loop(case.build(twin), twin, 2 * batches), net, **CLOSE)
 
 
 @pytest.mark.feature("Lightning: bf16-mixed")
 def test_bf16_runs_and_stays_finite(case):
     net, before, batches = regression()
-    fit(Regression(case, net), loader(batches), precision="bf16-mixed")
+    fit(Regression(case, net), batches, precision="bf16-mixed")
     assert_all_moved(net, before.parameters())
 
 
 @pytest.mark.feature("Lightning: checkpoint and resume, bit for bit")
 def test_a_resumed_run_ends_where_the_whole_one_does(case, tmp_path):
     net, whole, batches = regression()
-    resumed, data = copy.deepcopy(net), loader(batches)
-    fit(Regression(case, whole), data, epochs=3)
-    half = fit(Regression(case, net), data, epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    resumed = copy.deepcopy(net)
+    fit(Regression(case, whole), batches, epochs=3)
+    half = fit(Regression(case, net), batches, epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     half.save_checkpoint(tmp_path / "half.ckpt")
     nn.init.zeros_(resumed[0].weight)  # all is to come from the file
-    fit(Regression(case, resumed), data, epochs=3, path=tmp_path / "half.ckpt", default_root_dir=tmp_path)
+    fit(Regression(case, resumed), batches, epochs=3, path=tmp_path / "half.ckpt", default_root_dir=tmp_path)
     assert_same(whole, resumed)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import assert_all_moved, assert_same, fit
+from helpers import assert_all_moved, assert_same, descend, fit, weights
 
 pyg = pytest.importorskip("torch_geometric.nn")
 
@@ -31,11 +31,9 @@ def test_every_linear_of_a_graph_network_is_covered_and_trains(case):
     layers = [name for name, row in rows.items() if row.layer == "Linear"]
     assert {"one.lin.weight", "two.lin_l.weight", "two.lin_r.weight", "last.weight", "last.bias"} <= {*layers}
     assert {rows[name].treatment for name in layers} == {case.cls.coordinates.name}
-    before = [p.detach().clone() for p in model.parameters()]
+    before = weights(model)
     for _ in range(3):
-        optimizer.zero_grad()
-        (model(x) - 1).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, (model(x) - 1).square().mean())
     assert_all_moved(model, before)
 
 
@@ -44,8 +42,7 @@ def test_it_steps_like_torchs_linear(case):
     twin = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     twin.load_state_dict(model.state_dict())
     for network in (model, twin):
-        optimizer = case.build(network)
-        fit(optimizer, network, [(x + k, torch.zeros(5, 2).double()) for k in range(3)])
+        fit(case.build(network), network, [(x + k, torch.zeros(5, 2).double()) for k in range(3)])
     assert_same(twin, model, rtol=1e-7, atol=1e-7)
 
 

@@ -6,38 +6,37 @@ import pytest
 import torch
 
 import evenstep
-from helpers import assert_all_moved, assert_same
+from helpers import assert_all_moved, assert_same, descend, is_finite, still, twins, weights
 
 transformers = pytest.importorskip("transformers")
 
 
-def run(example, model, folder, resume=None, trainer=None, **given):
-    options = given.pop("options", {})
+def run(example, model, folder, resume=None, trainer=None, **keywords):
+    options = keywords.pop("options", {})
     torch.manual_seed(0)
     data = example.Counting(64)
     made = (trainer or transformers.Trainer)(
         model,
         example.arguments(str(folder), **{"max_steps": 6, "per_device_train_batch_size": 16, "seed": 1, **options}),
         train_dataset=data,
-        **given,
+        **keywords,
     )
     made.train(resume_from_checkpoint=resume)
     return made
 
 
 @pytest.mark.feature("Transformers: Trainer(optimizers=…)")
-def test_an_optimizer_that_is_given(case, example, tmp_path):
+def test_an_optimizer_that_is_passed(case, example, tmp_path):
     model = example.network()
     optimizer = case.build(model)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = weights(model)
     run(example, model, tmp_path, optimizers=(optimizer, None))
     assert_all_moved(model, before)
 
 
 @pytest.mark.feature("Transformers: Trainer(optimizer_cls_and_kwargs=…)")
-def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_given(case, example, tmp_path):
-    model = example.network()
-    twin = copy.deepcopy(model)
+def test_a_class_with_the_model_among_its_keywords_equals_the_optimizer_passed(case, example, tmp_path):
+    model, twin = twins(example.network)
     run(example, model, tmp_path, optimizers=(case.build(model), None))
     run(example, twin, tmp_path, optimizer_cls_and_kwargs=(case.cls, {"model": twin, **case.keywords}))
     assert_same(model, twin)
@@ -49,8 +48,7 @@ def test_a_trainer_that_makes_its_own(example, tmp_path):
             self.optimizer = evenstep.UnitStep(self.model, lr=0.05)
             return self.optimizer
 
-    model = example.network()
-    twin = copy.deepcopy(model)
+    model, twin = twins(example.network)
     run(example, model, tmp_path, trainer=Own)
     run(example, twin, tmp_path, optimizers=(evenstep.UnitStep(twin, lr=0.05), None))
     assert_same(model, twin)
@@ -128,14 +126,13 @@ def test_every_expert_is_covered_and_trains(case, mixture):
             assert treatment == first, name
         elif first != "plain" and "down_proj" in name and name.split(".experts.")[1].count(".") == 0:
             assert treatment == "fan-in", name
-    before = {name: p.detach().clone() for name, p in mixture.named_parameters()}
+    before = weights(mixture)
     for _ in range(3):
         ids = torch.randint(0, 20, (4, 12))
-        optimizer.zero_grad()
-        mixture(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    for name, p in mixture.named_parameters():
-        assert p.isfinite().all() and (name not in rows or not torch.equal(p, before[name])), name
+        descend(optimizer, mixture(input_ids=ids, labels=ids).loss)
+    assert is_finite(mixture)
+    names = (name for name, _ in mixture.named_parameters())
+    assert not any(name in rows and kept for name, kept in zip(names, still(mixture, before), strict=True))
 
 
 def test_most_parameters_of_a_mixture_are_whitened(mixture):
