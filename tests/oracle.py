@@ -37,34 +37,6 @@ def forward(layer, x, w, b):
     return functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, x)
 
 
-def padded(layer, x):
-    """`x` with a convolution's own padding, so that what the kernel meets is data."""
-    sides = []
-    for k in range(len(layer.kernel_size)):
-        if layer.padding == "same":
-            total = layer.dilation[k] * (layer.kernel_size[k] - 1)
-            sides.append((total // 2, total - total // 2))
-        else:
-            sides.append((layer.padding[k], layer.padding[k]))
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(x, [s for pair in reversed(sides) for s in pair], mode=mode)
-
-
-def stuffed(layer, x, y):
-    """The input whose plain convolution (stride 1, kernel reversed) a transposed one is: x among zeros.
-
-    Tap `offset` of output position `u` meets the entry at u + reach − dilation·offset of what is returned, with
-    reach = dilation·(kernel − 1).
-    """
-    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    wide = x.new_zeros(*x.shape[:2], *(n + r for n, r in zip(y.shape[2:], reach, strict=True)))
-    for at in itertools.product(*map(range, x.shape[2:])):
-        to = [r + s * a - p for r, s, a, p in zip(reach, layer.stride, at, layer.padding, strict=True)]
-        if all(0 <= t < n for t, n in zip(to, wide.shape[2:], strict=True)):
-            wide[(slice(None), slice(None), *to)] = x[(slice(None), slice(None), *at)]
-    return wide
-
-
 def places(layer):
     """For every weight the input it meets and the unit it feeds: two index tensors shaped like the weight."""
     shape, groups = layer.weight.shape, getattr(layer, "groups", 1)
@@ -212,45 +184,6 @@ def block_matrix(mu, alpha2, beta2):
     return beta2 * matrix
 
 
-# Eq. 3 by loops over examples, positions and kernel offsets
-
-
-def naive_gradients(layer, x, g, mu):
-    """⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩: means over examples, sums over positions; g is ∂E/∂y of each example."""
-    offsets = [*itertools.product(*map(range, getattr(layer, "kernel_size", ())))]
-    if isinstance(layer, nn.Linear):  # a convolution that meets one position
-        x, g = (t.movedim(-1, 1) for t in (x, g))
-        wide = x
-    else:
-        wide = stuffed(layer, x, g) if isinstance(layer, TRANSPOSED) else padded(layer, x)
-    channel, unit = places(layer)
-    on_weight, on_bias = torch.zeros(channel.shape).double(), torch.zeros(units(layer)).double()
-    for b, at in itertools.product(range(len(x)), itertools.product(*map(range, g.shape[2:]))):
-        here = g[b][(slice(None), *at)]
-        on_bias += here
-        for offset in offsets:
-            met = wide[b][(slice(None), *meets(layer, at, offset))] - mu
-            tap = (slice(None), slice(None), *offset)
-            on_weight[tap] += here[unit[tap]] * met[channel[tap]]
-    return on_weight / len(x), on_bias / len(x)
-
-
-def meets(layer, at, offset):
-    """Where in the padded, or stuffed, input the kernel's `offset` falls for the output position `at`."""
-    if isinstance(layer, nn.Linear):
-        return at
-    if isinstance(layer, TRANSPOSED):
-        return [u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)]
-    return [u * s + d * o for u, s, d, o in zip(at, layer.stride, layer.dilation, offset, strict=True)]
-
-
-def quasi_diagonal(layer, on_weight, on_bias, c):
-    """Eq. 3's δw and δw_0 from ⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩."""
-    channel, unit = places(layer)
-    dw = c.beta[unit] ** 2 * c.alpha[channel] ** 2 * on_weight
-    return dw, c.beta**2 * on_bias - sum_per_unit(unit, c.mu[channel] * dw, len(c.beta))
-
-
 # Guards, as they are defined
 
 
@@ -343,7 +276,8 @@ class OnV:
     def step(self, x, t, energy=log_cosh):
         """One step on the mean of `energy` over the batch; its factors of the trust radius, layer by layer."""
         seen, _ = self.run(x, self.w, self.b)
-        g2 = [self.squared(k, x, t, energy) for k in range(len(self.layers))]
+        canonical = self.coordinates == "canonical"
+        g2 = [self.squared(k, x, t, energy) if canonical else None for k in range(len(self.layers))]
         frames = [self.frame(k, *seen[k], g2[k]) for k in range(len(self.layers))]
         moved = [self.moved(k, frames[k][0], x, t, energy) for k in range(len(self.layers))]
         factors = []
@@ -355,7 +289,8 @@ class OnV:
             for d in db:
                 self.b[k] = self.b[k] + factor * d
             self.moments[k].update(rows(layer, *seen[k]))
-            self.g2[k].update(g2[k].unsqueeze(0))
+            if canonical:
+                self.g2[k].update(g2[k].unsqueeze(0))
         return factors
 
     def squared(self, k, x, t, energy):
