@@ -322,3 +322,14 @@ def assert_moments_agree(x, dim, see, limit=None):
     assert_close(found_mean.double(), exact.mean(0), rtol=1e-6, atol=1e-5)
     scale = exact.var(0, correction=0)
     assert_close(found_var.double(), scale, rtol=1e-4, atol=1e-5 * float(scale.max().clamp(min=1e-3)))
+
+
+def coverage_of(optimizer):
+    """Each parameter's treatment and its reason, by name."""
+    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+
+
+def twice():
+    """A layer that a forward uses twice, and one it does not use."""
+    layers = {"layer": nn.Linear(3, 3), "spare": nn.Linear(3, 3)}
+    return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers)

@@ -157,13 +157,6 @@ def gradient_on_v(loss, layer, w, biases, c):
     return list(torch.autograd.grad(loss(*at), leaves)), leaves
 
 
-def descend_on_v(loss, layer, w, biases, c, lr):
-    """The weight and biases after a step of gradient descent on v."""
-    grads, leaves = gradient_on_v(loss, layer, w, biases, c)
-    v, *v0 = (leaf.detach() - lr * g for leaf, g in zip(leaves, grads, strict=True))
-    return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
-
-
 def surrogate(mu, var, bias=True):
     """Eq. 4's block for α = β = 1, μ = 0 and E[g²] = 1: E[x x'] of decorrelated inputs, x_0 = 1 first."""
     x = torch.cat([torch.ones(1).double(), mu]) if bias else mu
@@ -171,6 +164,19 @@ def surrogate(mu, var, bias=True):
     for i in range(len(mu)):
         matrix[i + bias, i + bias] = var[i] + mu[i] ** 2
     return matrix
+
+
+def natural_gradient(grad, biases, rows, shared=1):
+    """What a dense layer descends by: its gradient times β² and the inverse of the surrogate curvature of `rows`.
+
+    `shared` is S. With several biases each has the level of the weight's step, and its own gradient.
+    """
+    beta2, (mean, var) = (rows.shape[1] * shared) ** -0.5, mean_var(rows)
+    if not biases:
+        return beta2 * grad @ torch.linalg.inv(surrogate(mean, var, bias=False)), []
+    total = sum(biases)
+    both = beta2 * torch.cat([total.unsqueeze(1), grad], 1) @ torch.linalg.inv(surrogate(mean, var))
+    return both[:, 1:], [both[:, 0] + beta2 * (b - total) for b in biases]
 
 
 def block_matrix(mu, alpha2, beta2):
