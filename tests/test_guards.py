@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from cases import LAYERS, OPTIMIZERS
-from helpers import UNGUARDED, classify, descend, fit, randn, still, twins, weights
+from helpers import UNGUARDED, assert_follows, classify, descend, randn, still, twins, weights
 
 GUARDED = {name: OPTIMIZERS[name] for name in ("whitened", "canonical", "evenstep", "whitened-adamw")}
 every_guarded = pytest.mark.parametrize("case", GUARDED.values(), ids=GUARDED)
@@ -53,10 +53,7 @@ def test_guards_follow_their_definition(seed, name, shock, frozen):
     batches = [(x, randn(*model(x).shape)) for x in inputs]
     keywords = {"lr": 0.5, "damping": 0.1, "fresh_max": 2.0, "trust": 0.1, "momentum": 0.5}
     reference = oracle.OnV(model, **keywords)
-    fit(evenstep.WhitenedSGD(model, **keywords), model, batches)
-    for x, t in batches:
-        reference.step(x, t)
-    oracle.assert_same_parameters(reference, model, 1e-8)
+    assert_follows(reference, evenstep.WhitenedSGD(model, **keywords), model, batches, 1e-8)
 
 
 def test_units_that_start_at_zero_are_measured_by_the_floor():
@@ -67,10 +64,9 @@ def test_units_that_start_at_zero_are_measured_by_the_floor():
         model[0].bias[:2].zero_()
     reference = oracle.OnV(model, lr=0.5, trust=0.1)
     batches = [(1 + randn(6, 4), randn(6, 3)) for _ in range(2)]
-    fit(evenstep.WhitenedSGD(model, lr=0.5, trust=0.1, damping=0.0, fresh_max=None), model, batches)
-    first, _ = (reference.step(x, t)[0] for x, t in batches)
-    assert (first[:2] < 0.01).all() and model[0].weight[:2].abs().min() > 0
-    oracle.assert_same_parameters(reference, model)
+    optimizer = evenstep.WhitenedSGD(model, lr=0.5, trust=0.1, damping=0.0, fresh_max=None)
+    assert assert_follows(reference, optimizer, model, batches) < 0.01
+    assert model[0].weight[:2].abs().min() > 0
 
 
 # when they fire

@@ -1,0 +1,309 @@
+"""§3 and App. C of the paper: trust radii, blocks, RMSProp and the fan-in trick, each against something slower."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import hessian
+from torch.testing import assert_close
+
+import evenstep
+import oracle
+from cases import LAYERS
+from evenstep.math import constants, stepsize
+from helpers import assert_same, fit, moved_by, randn
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+# §3.1: the benign function
+
+
+def benign(w):
+    """Eq. 6."""
+    return 0.5 * w[0] ** 2 + torch.log(torch.exp(w[1]) + torch.exp(-w[1]))
+
+
+def gradient_of(f, w):
+    w = w.clone().requires_grad_()
+    return torch.autograd.grad(f(w), w)[0]
+
+
+def newton(f, w):
+    """The gradient and (∇²f)⁻¹∇f."""
+    grad = gradient_of(f, w)
+    return grad, torch.linalg.solve(hessian(f, w), grad)
+
+
+def test_benign_function_gives_the_printed_numbers():
+    w = torch.tensor([3.0, 3.0]).double()
+    grad, natural = newton(benign, w)
+    assert_close(-grad, torch.tensor([-3.0, -1.0]).double(), rtol=0, atol=0.01)
+    assert_close(-natural, torch.tensor([-3.0, -100.86]).double(), rtol=0, atol=0.005)
+    moved = w + stepsize.natural_step(natural, 0.0297)
+    assert_close(moved, torch.tensor([2.911, 0.0]).double(), rtol=0, atol=0.005)
+    assert_close(-gradient_of(benign, moved), torch.tensor([-2.9, 0.0]).double(), rtol=0, atol=0.02)
+    # γ = 1 would now be right: 1/0.0297 is 33 times the stepsize that was needed, not ten
+    grad, natural = newton(benign, moved)
+    assert (moved + stepsize.natural_step(natural, 1.0)).abs().max() < 1e-6
+
+
+def test_a_radius_per_block_does_not_wait_for_the_worst_block():
+    """From (3, 3), eq. 9 spends its radius on the flat coordinate; eq. 10 moves both."""
+    w = torch.tensor([3.0, 3.0]).double()
+    grad, natural = newton(benign, w)
+    whole = stepsize.trust_step(grad, natural, 0.5)
+    blocks = stepsize.trust_step(grad.view(2, 1), natural.view(2, 1), 0.5, dim=1).view(2)
+    curvature = hessian(benign, w)
+    assert_close(whole @ curvature @ whole, torch.tensor(0.25).double())
+    assert_close(curvature.diagonal() * blocks**2, torch.tensor([0.25, 0.25]).double())
+    assert_close(blocks[0], torch.tensor(-0.5).double())
+    assert abs(whole[0]) < 0.17
+
+
+# §3.2–3.3: eqs. 7 to 11
+
+
+def spd(n):
+    a = randn(n, n)
+    return a @ a.T + 0.1 * torch.eye(n).double()
+
+
+def test_eq9_solves_the_trust_region_problem():
+    """Eq. 7: no step of the same length in the metric descends faster, and the length is η (δᵀGδ = η²)."""
+    metric, grad = spd(5), randn(5)
+    step = stepsize.trust_step(grad, torch.linalg.solve(metric, grad), 0.3)
+    assert_close(step @ metric @ step, torch.tensor(0.09).double())
+    others = randn(5000, 5)
+    others *= 0.3 / ((others @ metric) * others).sum(1, keepdim=True).sqrt()
+    assert (others @ grad > step @ grad).all()
+    nearby = step + 1e-4 * randn(5000, 5)
+    nearby *= 0.3 / ((nearby @ metric) * nearby).sum(1, keepdim=True).sqrt()
+    assert (nearby @ grad - step @ grad).min() > -1e-12
+
+
+def test_eq8_solves_the_penalized_problem_and_is_eq9_with_another_name_for_the_length():
+    metric, grad, gamma = spd(4), randn(4), 0.7
+    natural = torch.linalg.solve(metric, grad)
+    step = stepsize.natural_step(natural, gamma)
+    slope = gradient_of(lambda d: d @ grad + d @ metric @ d / (2 * gamma), step)
+    assert_close(slope, torch.zeros(4).double())
+    eta = gamma * (grad @ natural).sqrt()
+    assert_close(step, stepsize.trust_step(grad, natural, float(eta)))
+
+
+def test_eq10_has_length_eta_in_every_block_and_blocks_decouple():
+    metrics, grad = torch.stack([spd(4) for _ in range(3)]), randn(3, 4)
+    natural = torch.linalg.solve(metrics, grad)
+    step = stepsize.trust_step(grad, natural, 0.2, dim=1)
+    assert_close(torch.einsum("bi,bij,bj->b", step, metrics, step), torch.ones(3).double() * 0.04)
+    grad[1] *= 100
+    natural[1] *= -3
+    again = stepsize.trust_step(grad, natural, 0.2, dim=1)
+    assert torch.equal(again[[0, 2]], step[[0, 2]]) and not torch.equal(again[1], step[1])
+    assert not torch.allclose(stepsize.trust_step(grad, natural, 0.2)[0], again[0])
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_eq11_is_no_longer_than_eta_by_jensen(eps):
+    """With E over the same batch's examples the length is at most η, and η for equal examples and eps = 0."""
+    metric, grads = spd(4), randn(7, 4)
+    square = torch.einsum("bi,ij,bj->b", grads, torch.linalg.inv(metric), grads)
+    natural = torch.linalg.solve(metric, grads.mean(0))
+    step = -0.3 * stepsize.normalized(natural, square.mean(), eps)
+    assert (step @ metric @ step).sqrt() < 0.3
+    alone = -0.3 * stepsize.normalized(torch.linalg.solve(metric, grads[0]), square[0], eps)
+    assert_close((alone @ metric @ alone).sqrt(), 0.3 * (square[0] / (square[0] + eps)).sqrt())
+
+
+def two_layers():
+    """A grouped transposed convolution and a linear layer, eight units in all, and batches for them."""
+    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)).double()
+    return model, lambda scale=1.0: (scale * randn(5, 4, 2, 2), randn(5, 4))
+
+
+@pytest.mark.parametrize("block", ["network", "unit"])
+def test_eqs_9_and_10_for_a_network_have_length_eta(block):
+    """In the whole network or in each of the units, its bias included, whatever the size of the inputs."""
+    model, batch = two_layers()
+    optimizer = evenstep.BlockNaturalSGD(model, lr=0.02, block=block, bounded=False)
+    for scale in (1.0, 10.0):
+        x, t = batch(scale)
+        moved = moved_by(optimizer, oracle.log_cosh(model(x), t).mean())
+        steps = [
+            torch.cat([moved[layer.bias][j : j + 1], moved[layer.weight][oracle.places(layer)[1] == j]])
+            for layer in (model[0], model[3])
+            for j in range(4)
+        ]
+        lengths = [step.norm().item() for step in ([torch.cat(steps)] if block == "network" else steps)]
+        assert_close(lengths, [0.02] * len(lengths))
+
+
+@pytest.mark.parametrize("block", ["network", "unit", "weight"])
+def test_eq11_is_bounded_by_eta_over_the_root_of_one_minus_decay(block):
+    """η at the first step, never above η/√(1−decay), and close to that when a gradient jumps."""
+    decay, lr = 0.9, 0.01
+    layer = nn.Linear(3, 2).double()
+    optimizer = evenstep.BlockNaturalSGD(layer, lr=lr, block=block, decay=decay, eps=0.0)
+    lengths = []
+    for k in range(60):
+        before = [p.detach().clone() for p in layer.parameters()]
+        for p in layer.parameters():
+            p.grad = (1e4 if k == 40 else 1.0) * torch.randn_like(p)
+        optimizer.step()
+        dw, db = (p.detach() - old for p, old in zip(layer.parameters(), before, strict=True))
+        step = torch.cat([dw, db.unsqueeze(1)], 1)
+        lengths.append({"network": step.norm().view(1), "unit": step.norm(dim=1), "weight": step.abs()}[block])
+    longest = torch.stack([length.max() for length in lengths])
+    assert_close(lengths[0], torch.full_like(lengths[0], lr))
+    assert longest.max() <= lr / math.sqrt(1 - decay) * (1 + 1e-6)
+    assert longest[40] > 0.99 * lr / math.sqrt(1 - decay)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("block", ["unit", "weight"])
+def test_blocks_of_a_network_decouple(block, bounded):
+    """Another gradient in one unit leaves every other unit's steps as they were, bit for bit."""
+
+    def steps(scale):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 4).double()
+        optimizer = evenstep.BlockNaturalSGD(layer, lr=0.1, block=block, bounded=bounded)
+        for _ in range(3):
+            layer.weight.grad, layer.bias.grad = torch.randn(4, 3).double(), torch.randn(4).double()
+            layer.weight.grad[1] *= scale
+            layer.weight.grad[1, 0] += scale
+            optimizer.step()
+        return torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], 1)
+
+    one, other = steps(1.0), steps(7.0)
+    assert torch.equal(one[[0, 2, 3]], other[[0, 2, 3]]) and not torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("block", ["network", "unit", "weight"])
+def test_a_zero_gradient_gives_a_zero_step(block, bounded):
+    layer = nn.Linear(3, 2).double()
+    optimizer = evenstep.BlockNaturalSGD(layer, lr=0.1, block=block, bounded=bounded, eps=0.0)
+    before = copy.deepcopy(layer)
+    for p in layer.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert_same(before, layer)
+
+
+# §3.4: RMSProp
+
+
+def by_weight(eps):
+    """A network trained by eq. 11 with G = I for each weight; a copy of it as it was; and the batches."""
+    model, batch = two_layers()
+    twin, batches = copy.deepcopy(model), [batch() for _ in range(12)]
+    keywords = {"lr": 0.01, "decay": 0.9, "eps": eps, "bias_correction": False}
+    fit(evenstep.BlockNaturalSGD(model, block="weight", **keywords), model, batches)
+    return model, twin, batches
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3])
+def test_rmsprop_is_recovered(eps):
+    """Eq. 11 with G = I for each weight follows R ← λR + (1−λ)g², w ← w − η g/√(μ + R), R_0 = 0."""
+    model, twin, batches = by_weight(eps)
+    running = [torch.zeros_like(p) for p in twin.parameters()]
+    for x, t in batches:
+        grads = torch.autograd.grad(oracle.log_cosh(twin(x), t).mean(), list(twin.parameters()))
+        for p, g, r in zip(twin.parameters(), grads, running, strict=True):
+            r.copy_(0.9 * r + 0.1 * g * g)
+            p.data -= 0.01 * g / (eps + r).sqrt()
+    assert_same(twin, model, **CLOSE)
+
+
+def test_rmsprop_without_eps_is_torchs():
+    model, twin, batches = by_weight(0.0)
+    fit(torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9, eps=0.0), twin, batches)
+    assert_same(twin, model, **CLOSE)
+
+
+# §3.5: the fan-in trick
+
+
+def test_denominator_of_eq11_is_the_root_of_the_fan_in():
+    """√(E[Σ x_i² g²]/E[g²]) is √n for inputs of unit variance independent of g, √(n+1) with the bias.
+
+    Inputs are all corners of the cube {±1}ⁿ, each with every g, so that the assumptions hold exactly.
+    """
+    n = 4
+    x = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n))).double()
+    g = randn(5)
+    on_weight = torch.einsum("e,bi->ebi", g, x).reshape(-1, 1, 1, n, 1)
+    on_bias = g.repeat_interleave(len(x)).view(-1, 1, 1)
+    g2 = (g * g).mean()
+    squares = torch.stack([stepsize.unit_square(w, None) for w in on_weight]).mean()
+    assert_close((squares / g2).sqrt().item(), math.sqrt(n))
+    units = zip(on_weight, on_bias.unsqueeze(1), strict=True)
+    squares = torch.stack([stepsize.unit_square(w, b) for w, b in units]).mean()
+    assert_close((squares / g2).sqrt().item(), math.sqrt(n + 1))
+
+
+def test_denominator_of_a_convolution_counts_kernel_area_and_positions():
+    """For white inputs and gradients E[Σ (∂E/∂w)²]/E[g²] is n·S, n with the kernel's area (5 standard errors)."""
+    layer = nn.Conv2d(2, 1, (2, 3), bias=False).double()
+    count, x, g = 3000, randn(3000, 2, 4, 5), randn(3000, 1, 3, 3)
+    patches = torch.nn.functional.unfold(x, (2, 3))
+    per_example = torch.einsum("bnu,bu->bn", patches, g.flatten(1)).square().sum(1)
+    truth = oracle.fan_in(layer) * oracle.sharing(layer, x, g)
+    assert truth == 2 * 6 * 9
+    assert abs(per_example.mean() - truth) < 5 * per_example.std() / math.sqrt(count)
+    assert_close(constants.geometry_beta2(oracle.fan_in(layer), torch.tensor(9.0).double()).item(), truth**-0.5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fan_in_divides_by_the_root_of_n_times_s(name):
+    case = LAYERS[name]
+    layer, x = case.layer(), case.inputs()
+    y = layer(x)
+    rate = 0.7 / math.sqrt(oracle.fan_in(layer) * oracle.sharing(layer, x, y))
+    optimizer = evenstep.FanInSGD(layer, lr=0.7)
+    for p, moved in moved_by(optimizer, oracle.log_cosh(layer(x), randn(*y.shape)).mean()).items():
+        assert_close(moved, -rate * p.grad)
+
+
+# App. C: separation
+
+
+def separated(x):
+    """A sum of f₁(x₁) and f₂(x₂), of two and three coordinates, that does not look like one."""
+    return torch.log(torch.exp(torch.sin(x[0] * x[1])) * torch.exp(x[2:].square().sum().cos() * x[3]))
+
+
+def coupled(x):
+    return separated(x) + 0.1 * x[0] * x[3]
+
+
+def test_a_separated_sum_is_a_block_diagonal_hessian():
+    """Eqs. 13 and 14: what has no cross block is the sum of what it is on either part's axes, less f(0)."""
+    for _ in range(3):
+        x, zero = randn(5), torch.zeros(5).double()
+        first, second = torch.cat([x[:2], zero[2:]]), torch.cat([zero[:2], x[2:]])
+        off = {f: f(first) + f(second) - f(zero) - f(x) for f in (separated, coupled)}
+        cross = {f: hessian(f, x)[:2, 2:].abs().max() for f in (separated, coupled)}
+        assert cross[separated] < 1e-12 and off[separated].abs() < 1e-12
+        assert cross[coupled] > 0.09 and off[coupled].abs() > 0.05 * abs(x[0] * x[3])
+
+
+def test_steps_per_block_optimize_the_terms_of_a_separated_sum_apart():
+    """Eq. 10 in two blocks is the same as eq. 9 on each term alone, while eq. 9 on the whole is not."""
+
+    def descend(f, x, dims):
+        for _ in range(5):
+            grad = gradient_of(f, x).view(dims)
+            x = x + stepsize.trust_step(grad, grad, 0.1, dim=-1).flatten()
+        return x
+
+    first, second = (lambda x: x[0] ** 4 + x[0] * x[1]), (lambda x: torch.cosh(x).sum())
+    x = randn(4)
+    both = descend(lambda x: first(x[:2]) + second(x[2:]), x, (2, 2))
+    assert_close(both, torch.cat([descend(first, x[:2], (1, 2)), descend(second, x[2:], (1, 2))]))
+    assert not torch.allclose(both, descend(lambda x: first(x[:2]) + second(x[2:]), x, (1, 4)))
