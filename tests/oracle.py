@@ -342,11 +342,16 @@ class OnV:
         """Weight and bias of layer `k` after a step on v, before any trust radius."""
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
         grads, leaves = gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
+        steps = self.steps(k, grads, [leaf.detach() for leaf in leaves])
+        v, *v0 = (leaf.detach() + step for leaf, step in zip(leaves, steps, strict=True))
+        return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+
+    def steps(self, k, grads, v):
+        """The steps of layer `k` on v, from the gradients on v: descent with momentum."""
         if self.buffers[k] is not None:
             grads = [self.momentum * old + new for old, new in zip(self.buffers[k], grads, strict=True)]
         self.buffers[k] = grads
-        v, *v0 = (leaf.detach() - self.lr * g for leaf, g in zip(leaves, grads, strict=True))
-        return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+        return [-self.lr * g for g in grads]
 
     def held(self, k, dw, db, c, spread, fresh_spread):
         """The trust factors of layer `k`; ones where there is no trust radius."""
