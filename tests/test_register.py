@@ -1,6 +1,7 @@
 """Layers of other packages: registered, known by name, built from known layers, or plain with a reason."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import evenstep
+import oracle
 from evenstep.model import known_layers, layer_kinds
-from helpers import PAPER, descend, every_optimizer, is_finite, still, weights
+from helpers import PAPER, coverage_of, descend, every_optimizer, is_finite, moved_by, randn, still, weights
 
 
 @pytest.fixture(autouse=True)
@@ -20,17 +22,13 @@ def forgetful(monkeypatch):
     monkeypatch.setattr(known_layers, "KINDS", dict(known_layers.KINDS))
 
 
-def table(optimizer):
-    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
-
-
 def train(model, optimizer, batches):
     for x in batches:
         descend(optimizer, model(x).square().sum())
 
 
 def some_batches(*shape):
-    return [torch.randn(*shape).double() + 1 for _ in range(3)]
+    return [1 + randn(*shape) for _ in range(3)]
 
 
 class OwnForward(nn.Linear):
@@ -54,30 +52,8 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
-class GraphLinear(nn.Module):
-    """As torch_geometric has it; the weight may get its shape from the first input."""
-
-    def __init__(self, inputs, units):
-        super().__init__()
-        self.units = units
-        if inputs > 0:
-            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
-        else:
-            self.weight = nn.parameter.UninitializedParameter()
-            self.hook = self.register_forward_pre_hook(self.initialize)
-        self.bias = nn.Parameter(torch.zeros(units))
-
-    @torch.no_grad()
-    def initialize(self, module, args):
-        self.weight.materialize((self.units, args[0].shape[-1]))
-        nn.init.normal_(self.weight)
-        self.hook.remove()
-
-    def forward(self, x):
-        return functional.linear(x, self.weight, self.bias)
-
-
-GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+# as torch_geometric has it
+GraphLinear = type("Linear", (OwnForward,), {"__module__": "torch_geometric.nn.dense.linear"})
 
 
 @every_optimizer
@@ -100,7 +76,7 @@ def test_a_layer_like_a_linear_steps_like_one(case, layer):
     for p, q in zip(like_linears(), twin.parameters(), strict=True):
         q.detach().copy_(p)
     optimizer, other = case.build(model), case.build(twin)
-    assert table(optimizer) == table(other)
+    assert coverage_of(optimizer) == coverage_of(other)
     batches = some_batches(5, 3, 4)
     train(model, optimizer, batches)
     train(twin, other, batches)
@@ -136,45 +112,36 @@ class PerHeadKind(evenstep.LayerKind):
         return [layer_kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
-class Apart(nn.Module):
-    """PerHead as four Linears."""
-
-    def __init__(self, whole):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
-        with torch.no_grad():
-            for k, head in enumerate(self.heads):
-                head.weight.copy_(whole.weight[k].T)
-                head.bias.copy_(whole.bias[k])
-
-    def forward(self, x):
-        return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
-
-
-@pytest.mark.parametrize(("cls", "keywords"), [(evenstep.WhitenedSGD, PAPER), (evenstep.FanInSGD, {})])
-def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for(cls, keywords):
-    """Undamped, since damping is relative to the mean variance of a layer: of all heads here, of each there."""
-    model, batches = PerHead().double(), some_batches(9, 4, 3)
-    twin = Apart(model)
+def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for():
+    """Undamped, since damping is relative to the mean variance of a layer: here of all heads."""
+    model, x = PerHead().double(), 1 + randn(9, 4, 3)
     evenstep.register_layer(PerHead, PerHeadKind())
-    train(model, cls(model, lr=0.05, **keywords), batches)
-    train(twin, cls(twin, lr=0.05, **keywords), batches)
-    for k, head in enumerate(twin.heads):
-        assert_close(model.weight[k].T, head.weight)
-        assert_close(model.bias[k], head.bias)
+    moved = moved_by(evenstep.WhitenedSGD(model, lr=0.05, **PAPER), model(x).square().sum())
+    for k in range(4):
+        dw, (db,) = oracle.natural_gradient(model.weight.grad[k].T, [model.bias.grad[k]], x[:, k])
+        assert_close(moved[model.weight][k].T, -0.05 * dw)
+        assert_close(moved[model.bias][k], -0.05 * db)
+    moved = moved_by(evenstep.FanInSGD(model, lr=0.05), model(x).square().sum())
+    for p in model.parameters():
+        assert_close(moved[p], -0.05 * p.grad / math.sqrt(3))
 
 
 def test_a_class_may_be_named_before_it_is_there():
     evenstep.register_layer(f"{__name__}.Later", nn.Linear)
     later = type("Later", (nn.Linear,), {"forward": OwnForward.forward, "__module__": __name__})
-    assert set(table(evenstep.UnitStep(later(2, 2))).values()) == {("whitened", "")}
+    assert set(coverage_of(evenstep.UnitStep(later(2, 2))).values()) == {("whitened", "")}
 
 
 def test_a_subclass_of_a_registered_class_with_a_forward_of_its_own_is_plain():
     evenstep.register_layer(OwnForward, nn.Linear)
     tripled = type("Tripled", (OwnForward,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
     model = nn.Sequential(tripled(2, 2), OwnForward(2, 2))
-    assert [how for how, _ in table(evenstep.UnitStep(model)).values()] == ["plain", "plain", "whitened", "whitened"]
+    assert [how for how, _ in coverage_of(evenstep.UnitStep(model)).values()] == [
+        "plain",
+        "plain",
+        "whitened",
+        "whitened",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,15 +189,12 @@ def test_conv1d_called_by_keyword():
     assert optimizer.state[model.weight]["mass"] > 0
 
 
-def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
-    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
+def test_a_lazy_layer_is_covered_once_it_has_its_shape():
+    model, x = nn.Sequential(nn.LazyLinear(3)).double(), randn(5, 4)
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
         evenstep.UnitStep(model)
-    model(batches[0])
-    optimizer = evenstep.UnitStep(model)
-    assert set(table(optimizer).values()) == {("whitened", "")}
-    train(model, optimizer, batches)
-    assert optimizer.state[model[0].weight]["mass"] > 0
+    model(x)
+    assert set(coverage_of(evenstep.UnitStep(model)).values()) == {("whitened", "")}
 
 
 class LoRA(nn.Module):
@@ -250,7 +214,7 @@ class LoRA(nn.Module):
 def test_adapters_train_and_what_they_adapt_stays(case):
     model = nn.Sequential(LoRA(nn.Linear(4, 6)), nn.Tanh(), LoRA(nn.Linear(6, 2))).double()
     optimizer = case.build(model)
-    rows = table(optimizer)
+    rows = coverage_of(optimizer)
     assert {how for name, (how, _) in rows.items() if "base" in name} == {"frozen"}
     expected = {"plain"} if case.cls is evenstep.BlockNaturalSGD else {"whitened", "canonical", "fan-in"}
     assert {how for name, (how, _) in rows.items() if "base" not in name} <= expected
@@ -267,7 +231,7 @@ def test_adapters_train_and_what_they_adapt_stays(case):
 def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
     optimizer = case.build(model)
-    rows = table(optimizer)
+    rows = coverage_of(optimizer)
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
     for part in ("original0", "original1"):
         assert rows[f"0.parametrizations.weight.{part}"] == ("plain", "its layer's weight is computed from it")
@@ -278,36 +242,22 @@ def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_the_older_weight_norm_says_so_too():
-    rows = table(evenstep.UnitStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
+    rows = coverage_of(evenstep.UnitStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
     assert rows["0.weight_g"] == rows["0.weight_v"] == ("plain", "its layer's weight is computed from it")
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
-
-
-def quantized():
-    from torch.ao.nn import qat
-    from torch.ao.quantization import get_default_qat_qconfig
-
-    return nn.Sequential(qat.Linear(4, 3, qconfig=get_default_qat_qconfig()), nn.Linear(3, 2))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
 @pytest.mark.feature("quantization-aware modules")
 @every_optimizer
 def test_quantization_aware_layers_are_plain_until_registered(case):
-    model = quantized()
-    rows = table(case.build(model))
+    quantized = torch.ao.nn.qat.Linear(4, 3, qconfig=torch.ao.quantization.get_default_qat_qconfig())
+    model = nn.Sequential(quantized, nn.Linear(3, 2))
+    rows = coverage_of(case.build(model))
     assert rows["0.weight"] == ("plain", "torch.ao.nn.qat.modules.linear.Linear has a forward of its own")
     evenstep.register_layer(type(model[0]), nn.Linear)
     twin = copy.deepcopy(model)
     optimizer, before = case.build(twin), weights(twin)
-    assert table(optimizer)["0.weight"] == table(optimizer)["1.weight"]
+    assert coverage_of(optimizer)["0.weight"] == coverage_of(optimizer)["1.weight"]
     train(twin, optimizer, [x.float() for x in some_batches(5, 4)])
     assert is_finite(twin) and not any(still(twin, before))
-
-
-def test_functional_use_of_a_layer_warns():
-    """The weight is used without a call of the layer, so that no hook sees its input."""
-    layer = nn.Linear(3, 2)
-    optimizer = evenstep.UnitStep(layer)
-    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
-        descend(optimizer, functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum())
