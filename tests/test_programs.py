@@ -36,51 +36,42 @@ class Language(nn.Module):
         return self.head(self.norm(x[0] if isinstance(x, tuple) else x) * self.scale).mean(1)
 
 
-def tied():
-    """An autoencoder whose two layers share a weight."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    model[2].weight = model[0].weight
-    return model
+def shared():
+    """Two layers that share a weight, one that is called twice, and one that no forward uses."""
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    layers[1].weight = layers[0].weight
+    layers[0].spare = layers[2]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[3], nn.Tanh(), layers[3], nn.Linear(6, 3))
 
 
-def unused():
-    """A layer that is called twice, and one that no forward uses."""
-    twice = nn.Linear(6, 6)
-    model = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(6, 3))
-    model[4].register_module("spare", nn.Linear(6, 6))
-    return model
+def mixed():
+    """With bias and without, normalized weights, an operation in place."""
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    last = nn.Linear(8, 3, bias=False)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), normed, nn.ReLU(inplace=True), last)
+
+
+def convolutional():
+    convolutions = nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ConvTranspose2d(4, 4, 2, stride=2)
+    grouped = nn.Conv2d(4, 4, 2, groups=2, bias=False)
+    return nn.Sequential(
+        convolutions[0], nn.ReLU(), convolutions[1], nn.Tanh(), grouped, nn.Flatten(), nn.Linear(36, 3)
+    )
 
 
 MODELS = {
-    "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)),
-    "biasless": lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 3, bias=False)),
+    "mixed": mixed,
+    "shared": shared,
     "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
-    "weightnorm": lambda: nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)
-    ),
-    "conv": lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 2, groups=2, bias=False),
-        nn.Flatten(),
-        nn.Linear(4, 3),
-    ),
-    "transposed": lambda: nn.Sequential(
-        nn.ConvTranspose2d(2, 3, 2, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
-    ),
+    "images": convolutional,
     "attention": lambda: Language(recurrent=False),
     "recurrent": lambda: Language(recurrent=True),
-    "tied": tied,
-    "unused": unused,
 }
-SHAPES = {"conv": (2, 4, 4), "transposed": (2, 4, 4), "attention": (5,), "recurrent": (5,)}
+SHAPES = {"images": (2, 4, 4), "attention": (5,), "recurrent": (5,)}
 SEQUENCES = ("attention", "recurrent")
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+OFTEN = ("step", "step", "accumulate")
 ON_PURPOSE = ("a gradient is not finite", "has a gradient but saw no input", "recommended to use torch")  # warnings
-OPERATIONS = [
-    "step", "step", "step", "accumulate", "accumulate", "clip", "clear", "evaluate", "without_grad", "zero", "schedule",
-    "save_and_load", "copy", "freeze", "thaw", "new_group", "not_a_number", "empty", "recompute", "autocast", "look",
-    "detach_and_attach", "refresh", "lay_out_anew",
-]  # fmt: skip
 
 
 class Program(NamedTuple):
@@ -104,14 +95,14 @@ def assert_runs(program):
             warnings.filterwarnings("ignore", f".*{said}")
         machine = Machine(program)
         for name, number in program.operations:
-            getattr(machine, name)(number)
+            OPERATIONS[name](machine, number)
             assert is_finite(machine.model) and all(p.isfinite().all() for p in machine.spare)
             for state in machine.optimizer.state.values():
                 assert all(not torch.is_tensor(v) or v.isfinite().all() for v in state.values())
 
 
 class Machine:
-    """The state of a running program, and what may be called."""
+    """The state of a running program."""
 
     def __init__(self, program):
         self.program, self.case = program, OPTIMIZERS[program.case]
@@ -123,11 +114,11 @@ class Machine:
         flags = {**self.case.keywords, **self.program.flags}
         if flags.pop("tensor_lr", False):
             flags["lr"] = torch.tensor(flags["lr"])
+        decays = self.program.groups == "decay"
+        groups = evenstep.decay_groups(self.model, 0.1) if decays else list(self.model.parameters())
         if self.program.groups == "module":
             optimizer = self.case.cls(self.model, **flags)
         else:
-            decays = self.program.groups == "decay"
-            groups = evenstep.decay_groups(self.model, 0.1) if decays else list(self.model.parameters())
             optimizer = self.case.cls(groups, model=self.model, **flags)
         for p in self.spare:
             self.add(optimizer, p)
@@ -155,8 +146,13 @@ class Machine:
         if loss.requires_grad:  # all may be frozen
             loss.backward()
 
-    def step_checked(self):
+    def step(self, loss=None, clip=False):
         """Take a step: whatever has a clear gradient moves, whatever has none stays."""
+        if loss is not None:
+            self.optimizer.zero_grad()
+            self.backward(loss)
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         before = {p: p.detach().clone() for p in self.parameters()}
         self.optimizer.step()
         if not all(p.grad is None or p.grad.isfinite().all() for p in before):
@@ -174,35 +170,15 @@ class Machine:
 
     # what is called
 
-    def step(self, number):
-        self.optimizer.zero_grad()
-        self.backward(self.loss(rows=4 + number % 3))
-        self.step_checked()
-
-    def accumulate(self, number):
-        self.backward(self.loss(rows=2 + number % 4))
-
-    def clip(self, number):
-        self.accumulate(number)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.step_checked()
-
-    def clear(self, number):
-        self.optimizer.zero_grad(set_to_none=bool(number % 2))
-
     def evaluate(self, number):
         self.model.eval()
         self.loss(factor=100.0)
         self.model.train()
 
-    @torch.no_grad()
-    def without_grad(self, number):
-        self.loss(factor=100.0)
-
     def zero(self, number):
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)
-        self.step_checked()
+        self.step()
 
     def save_and_load(self, number):
         saved = through_a_file(self.optimizer.state_dict())
@@ -211,7 +187,7 @@ class Machine:
             self.optimizer = self.build()
         self.optimizer.load_state_dict(saved)
 
-    def copy(self, number):
+    def train_a_copy(self, number):
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         self.backward(model(self.inputs(4)).float().sum())
         repr(optimizer)
@@ -219,9 +195,6 @@ class Machine:
     def freeze(self, number):
         layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
         layers[number % len(layers)].requires_grad_(False)
-
-    def thaw(self, number):
-        self.model.requires_grad_(True)
 
     def new_group(self, number):
         self.spare.append(nn.Parameter(torch.randn(3, 2, dtype=self.program.dtype)))
@@ -236,11 +209,8 @@ class Machine:
         self.optimizer.zero_grad()
 
     def empty(self, number):
-        if self.program.network in ("batchnorm", *SEQUENCES):
-            return  # torch itself refuses
-        self.optimizer.zero_grad()
-        self.backward(self.loss(rows=0))
-        self.optimizer.step()
+        if self.program.network not in ("batchnorm", *SEQUENCES):  # torch itself refuses
+            self.step(self.loss(rows=0))
 
     def schedule(self, number):
         for group in self.optimizer.param_groups:
@@ -253,32 +223,19 @@ class Machine:
             x = x.requires_grad_() if x.is_floating_point() else x
             return checkpoint(self.model, x, use_reentrant=reentrant)
 
-        self.optimizer.zero_grad()
         if any(p.requires_grad for p in self.model.parameters()):
-            self.backward(self.loss(forward=forward))
-            self.step_checked()
+            self.step(self.loss(forward=forward))
 
     def autocast(self, number):
-        if self.program.dtype != torch.float32:
-            return
-        self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.program.dtype == torch.float32):
             loss = self.loss()
-        self.backward(loss)
-        self.step_checked()
+        self.step(loss)
 
     def detach_and_attach(self, number):
         self.optimizer.detach()
         if number % 2:
-            self.step(number)
+            self.step(self.loss())
         self.optimizer.attach(self.model)
-
-    def refresh(self, number):
-        self.optimizer.refresh()
-
-    def lay_out_anew(self, number):
-        if len(SHAPES.get(self.program.network, ())) == 3:  # images
-            self.model.to(memory_format=torch.channels_last if number % 2 else torch.contiguous_format)
 
     def look(self, number):
         repr(self.optimizer)
@@ -286,9 +243,25 @@ class Machine:
         assert len(self.optimizer.coverage()) == len(self.parameters())
 
 
+BY_NAME = [
+    "evaluate", "zero", "save_and_load", "train_a_copy", "freeze", "new_group", "not_a_number", "empty", "schedule",
+    "recompute", "autocast", "detach_and_attach", "look",
+]  # fmt: skip
+OPERATIONS = {
+    **{name: getattr(Machine, name) for name in BY_NAME},
+    "step": lambda machine, number: machine.step(machine.loss(rows=4 + number % 3), clip=number > 5),
+    "accumulate": lambda machine, number: machine.backward(machine.loss(rows=2 + number % 4)),
+    "clear": lambda machine, number: machine.optimizer.zero_grad(set_to_none=bool(number % 2)),
+    "without grad": lambda machine, number: torch.no_grad()(machine.loss)(factor=100.0),
+    "thaw": lambda machine, number: machine.model.requires_grad_(True),
+    "refresh": lambda machine, number: machine.optimizer.refresh(),
+    "lay out anew": lambda machine, number: machine.model.to(memory_format=LAYOUTS[number % 2]),
+}
+
+
 @st.composite
 def programs(draw):
-    case = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    names, case = st.sampled_from([*OPERATIONS, *OFTEN]), draw(st.sampled_from(sorted(OPTIMIZERS)))
     flags = {
         "foreach": st.sampled_from([None, True, False]),
         "maximize": st.booleans(),
@@ -306,7 +279,7 @@ def programs(draw):
         flags=draw(st.fixed_dictionaries({}, optional=flags)),
         groups=draw(st.sampled_from(["module", "list", "decay"])),
         seed=draw(st.integers(0, 2**16)),
-        operations=draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 7)), min_size=4, max_size=14)),
+        operations=draw(st.lists(st.tuples(names, st.integers(0, 7)), min_size=4, max_size=14)),
     )
 
 
