@@ -65,16 +65,6 @@ def test_forwards_that_do_not_train_never_count(between, cls):
     assert_same(trained(twin, batches, cls=cls), trained(model, batches, between, cls))
 
 
-def test_a_copy_of_a_watched_model_trains_with_an_optimizer_of_its_own():
-    model, batches = network(), some_batches()
-    optimizer = evenstep.WhitenedSGD(model, lr=0.05)
-    one, other = (trained(twin, batches) for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
-    assert_same(one, other)
-    assert all(not state for state in optimizer.state.values())
-    optimizer.detach()
-    assert_same(one, trained(model, batches))
-
-
 def traced(model, x):
     trace = torch.jit.trace(model, x)
     return trace, [node.kind() for node in trace.inlined_graph.nodes()]

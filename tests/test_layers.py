@@ -281,11 +281,6 @@ def test_what_is_plain_says_why_and_moves_by_its_gradient(name):
         assert torch.allclose(moved[p], -0.02 * p.grad) == (treatment == "plain")
 
 
-def test_no_covered_layer_warns():
-    with pytest.warns(UserWarning, match="no layer of this LayerNorm is covered"):
-        evenstep.WhitenedSGD(nn.LayerNorm(3))
-
-
 # A bias, or a weight, alone
 
 

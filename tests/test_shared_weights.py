@@ -94,19 +94,6 @@ def test_blocks_of_tied_weights_have_length_eta(block):
     assert_close(lengths, 0.1 * torch.ones_like(lengths))
 
 
-def test_unit_step_takes_both_biases_of_a_tied_weight_into_its_units():
-    model = tied(nn.Linear(3, 3))
-    optimizer = evenstep.UnitStep(model, lr=0.01)
-    x, t = 1 + randn(16, 3), randn(16, 3)
-    losses = []
-    for _ in range(30):
-        loss = (model(x) - t).square().mean()
-        moved_by(optimizer, loss)
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-    assert optimizer.state[model.one.weight]["square"].numel() == 3
-
-
 def test_tied_convolutions_may_differ_in_stride():
     """S is the sum of the output positions of both places."""
     model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, stride=2)).double()

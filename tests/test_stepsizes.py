@@ -279,19 +279,3 @@ def test_a_separated_sum_is_a_block_diagonal_hessian():
         cross = {f: hessian(f, x)[:2, 2:].abs().max() for f in (separated, coupled)}
         assert cross[separated] < 1e-12 and off[separated].abs() < 1e-12
         assert cross[coupled] > 0.09 and off[coupled].abs() > 0.05 * abs(x[0] * x[3])
-
-
-def test_steps_per_block_optimize_the_terms_of_a_separated_sum_apart():
-    """Eq. 10 in two blocks is the same as eq. 9 on each term alone, while eq. 9 on the whole is not."""
-
-    def descend(f, x, dims):
-        for _ in range(5):
-            grad = gradient_of(f, x).view(dims)
-            x = x + stepsize.trust_step(grad, grad, 0.1, dim=-1).flatten()
-        return x
-
-    first, second = (lambda x: x[0] ** 4 + x[0] * x[1]), (lambda x: torch.cosh(x).sum())
-    x = randn(4)
-    both = descend(lambda x: first(x[:2]) + second(x[2:]), x, (2, 2))
-    assert_close(both, torch.cat([descend(first, x[:2], (1, 2)), descend(second, x[2:], (1, 2))]))
-    assert not torch.allclose(both, descend(lambda x: first(x[:2]) + second(x[2:]), x, (1, 4)))

@@ -41,11 +41,6 @@ def test_large_inputs_do_not_stall_a_default(method):
     assert passes("ranges", method, SEEDS[:1])
 
 
-def test_the_criterion_is_twice_adamw_and_a_hundredth_of_the_first_loss():
-    found = {("made up", "AdamW"): [{"before": 300.0, "held_out": 1.0}, {"before": 500.0, "held_out": 2.0}]}
-    assert unnormalized.allowed(found, "made up") == pytest.approx(2 * 1.5 + 4.0)
-
-
 def test_a_training_that_ends_in_nan_passes_nothing():
     found = {
         ("made up", "AdamW"): [{"before": 1e9, "held_out": 1.0}],
