@@ -105,11 +105,6 @@ def mean_var(x):
     return mean, ((x - mean) ** 2).mean(0)
 
 
-def damped(x, damping):
-    """x + damping · mean x."""
-    return x + damping * x.mean()
-
-
 # Coordinates
 
 
@@ -119,7 +114,9 @@ def sum_per_unit(unit, values, count):
 
 
 def to_w(layer, v, v0, c):
-    """w(v) and w_0(v) of eq. 2; `v0` may be a list, one for each bias that the weight serves."""
+    """w(v) and w_0(v) of eq. 2; `v0` is a list, one for each bias that the weight serves."""
+    if not v0:
+        return biasless(layer, v, c), []
     channel, unit = places(layer)
     w = c.alpha[channel] * c.beta[unit] * v
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
@@ -128,33 +125,25 @@ def to_w(layer, v, v0, c):
 
 def to_v(layer, w, w0, c):
     """v(w) and v_0(w): the inverse of `to_w`."""
+    if not w0:
+        return biasless(layer, w, c, inverse=True), []
     channel, unit = places(layer)
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
     return w / (c.alpha[channel] * c.beta[unit]), [(b + level) / (c.bias * c.beta) for b in w0]
 
 
-def to_w_biasless(layer, v, c, inverse=False):
+def biasless(layer, v, c, inverse=False):
     """w_j = β_j α ∘ ((I − k ûûᵀ) v_j), u = α∘μ, k = 1 − 1/√(1+‖u‖²), by a dense matrix for each unit; or v(w)."""
-    channel, unit = (t.flatten() for t in places(layer))
-    w = torch.zeros_like(v).flatten()
+    channel, unit = places(layer)
+    w = torch.zeros_like(v)
     for j in range(len(c.beta)):
-        index = (unit == j).nonzero().squeeze(1)
-        alpha, mu = c.alpha[channel[index]], c.mu[channel[index]]
-        u = alpha * mu
+        mine = unit == j
+        alpha, u = c.alpha[channel[mine]], (c.alpha * c.mu)[channel[mine]]
         k = 1 - 1 / (1 + u @ u).sqrt()
         direction = u / u.norm() if u.any() else u
         matrix = c.beta[j] * torch.diag(alpha) @ (torch.eye(len(u)).double() - k * torch.outer(direction, direction))
-        matrix = torch.linalg.inv(matrix) if inverse else matrix
-        w = w.index_put((index,), matrix @ v.flatten()[index])
-    return w.view_as(v)
-
-
-def gradient_on_v(loss, layer, w, biases, c):
-    """∂loss/∂v by autograd, `loss` a function of a weight and its biases; and the v at which it was taken."""
-    v, v0 = to_v(layer, w, biases, c) if biases else (to_w_biasless(layer, w, c, inverse=True), [])
-    leaves = [t.detach().requires_grad_() for t in (v, *v0)]
-    at = to_w(layer, leaves[0], leaves[1:], c) if biases else (to_w_biasless(layer, leaves[0], c), [])
-    return list(torch.autograd.grad(loss(*at), leaves)), leaves
+        w = w.index_put((mine,), (torch.linalg.inv(matrix) if inverse else matrix) @ v[mine])
+    return w
 
 
 def surrogate(mu, var, bias=True):
@@ -181,12 +170,8 @@ def natural_gradient(grad, biases, rows, shared=1):
 
 def block_matrix(mu, alpha2, beta2):
     """The matrix of §2.2 for one unit, its corner corrected to 1 + Σ α_i² μ_i²."""
-    n = len(mu)
-    matrix = torch.zeros(n + 1, n + 1).double()
-    matrix[0, 0] = 1 + sum(alpha2[i] * mu[i] ** 2 for i in range(n))
-    for i in range(n):
-        matrix[0, i + 1] = matrix[i + 1, 0] = -alpha2[i] * mu[i]
-        matrix[i + 1, i + 1] = alpha2[i]
+    matrix = torch.diag(torch.cat([1 + (alpha2 * mu**2).sum().view(1), alpha2]))
+    matrix[0, 1:] = matrix[1:, 0] = -alpha2 * mu
     return beta2 * matrix
 
 
@@ -245,16 +230,7 @@ class OnV:
     crowd = None
 
     def __init__(
-        self,
-        model,
-        *,
-        lr,
-        momentum=0.0,
-        decay=0.95,
-        damping=0.0,
-        fresh_max=None,
-        trust=None,
-        coordinates="whitened",
+        self, model, *, lr, momentum=0.0, decay=0.95, damping=0.0, fresh_max=None, trust=None, coordinates="whitened"
     ):
         self.modules = [copy.deepcopy(module) for module in model]
         self.lr, self.momentum, self.decay, self.damping = lr, momentum, decay, damping
@@ -303,9 +279,7 @@ class OnV:
         """S·E[g²] at the output of layer `k`, one example at a time."""
         total = torch.zeros(units(self.layers[k])).double()
         for e in range(len(x)):
-            b = [None if other is None else other.detach().requires_grad_() for other in self.b]
-            w = [other.detach().requires_grad_() for other in self.w]
-            seen, y = self.run(x[e : e + 1], w, b)
+            seen, y = self.run(x[e : e + 1].clone().requires_grad_(), self.w, self.b)
             (g,) = torch.autograd.grad(energy(y, t[e : e + 1]).sum(), seen[k][1])
             units_last = g if isinstance(self.layers[k], nn.Linear) else g.movedim(1, -1)
             total += (units_last.reshape(-1, units_last.shape[-1]) ** 2).sum(0)
@@ -324,27 +298,23 @@ class OnV:
         m = var if self.fresh_max is None else fresh_max(var, q, self.fresh_max)
         floor = self.damping * m.mean()
         if self.coordinates == "canonical":
-            beta2 = 1 / damped(g2 if first else self.g2[k].mean_var()[0], self.damping)
+            mg2 = g2 if first else self.g2[k].mean_var()[0]
+            beta2 = 1 / (mg2 + self.damping * mg2.mean())
         spread = m + floor
         return Constants(mean, spread.rsqrt(), beta2.sqrt()), spread, torch.maximum(var, q) + floor
 
-    def loss_of(self, k, x, t, energy):
-        """The batch's mean loss as a function of the weight and biases of layer `k` alone."""
-
-        def loss(weight, biases):
-            w, b = [*self.w], [*self.b]
-            w[k], b[k] = weight, biases[0] if biases else self.b[k]
-            return energy(self.run(x, w, b)[1], t).mean()
-
-        return loss
-
     def moved(self, k, c, x, t, energy):
-        """Weight and bias of layer `k` after a step on v, before any trust radius."""
+        """Weight and bias of layer `k` after a step on v, from autograd's gradient on v; before any trust radius."""
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
-        grads, leaves = gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
+        v, v0 = to_v(layer, self.w[k], biases, c)
+        leaves = [t.detach().requires_grad_() for t in (v, *v0)]
+        w, b = [*self.w], [*self.b]
+        w[k], moved = to_w(layer, leaves[0], leaves[1:], c)
+        b[k] = moved[0] if moved else b[k]
+        grads = torch.autograd.grad(energy(self.run(x, w, b)[1], t).mean(), leaves)
         steps = self.steps(k, grads, [leaf.detach() for leaf in leaves])
         v, *v0 = (leaf.detach() + step for leaf, step in zip(leaves, steps, strict=True))
-        return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+        return to_w(layer, v, v0, c)
 
     def steps(self, k, grads, v):
         """The steps of layer `k` on v, from the gradients on v: descent with momentum."""
