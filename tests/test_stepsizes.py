@@ -14,7 +14,7 @@ import evenstep
 import oracle
 from cases import LAYERS
 from evenstep.math import constants, stepsize
-from helpers import assert_same, fit, moved_by, randn, twins
+from helpers import assert_same, fit, moved_by, randn
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -162,20 +162,6 @@ def test_eq11_is_bounded_by_eta_over_the_root_of_one_minus_decay(block):
     assert_close(lengths[0], torch.full_like(lengths[0], lr))
     assert longest.max() <= lr / math.sqrt(1 - decay) * (1 + 1e-6)
     assert longest[40] > 0.99 * lr / math.sqrt(1 - decay)
-
-
-@pytest.mark.parametrize("bounded", [True, False])
-@pytest.mark.parametrize("block", ["unit", "weight"])
-def test_blocks_of_a_network_decouple(block, bounded):
-    """Another gradient in one unit leaves every other unit's steps as they were, bit for bit."""
-    layers = twins(lambda: nn.Linear(3, 4).double())
-    optimizers = [evenstep.BlockNaturalSGD(layer, lr=0.1, block=block, bounded=bounded) for layer in layers]
-    for _ in range(3):
-        grad, on_bias = randn(4, 3), randn(4)
-        one = step_along(optimizers[0], layers[0], grad, on_bias)
-        grad[1] = randn(3)
-        two = step_along(optimizers[1], layers[1], grad, on_bias)
-    assert torch.equal(one[[0, 2, 3]], two[[0, 2, 3]]) and not torch.equal(one[1], two[1])
 
 
 @pytest.mark.parametrize("bounded", [True, False])
