@@ -29,9 +29,6 @@ class Constants(NamedTuple):
     bias: float = 1.0
 
 
-# What a layer is
-
-
 def forward(layer, x, w, b):
     """The layer's output on `x` with any weight and bias, as torch computes it."""
     return functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, x)
@@ -78,9 +75,6 @@ def rows(layer, x, y):
     return torch.stack(found)
 
 
-# Moments
-
-
 class Moments:
     """The paper's two running averages (§2.3), mx and mx2, with the weights they were given so far."""
 
@@ -103,9 +97,6 @@ def mean_var(x):
     """Mean and variance over rows, in two passes."""
     mean = x.mean(0)
     return mean, ((x - mean) ** 2).mean(0)
-
-
-# Coordinates
 
 
 def sum_per_unit(unit, values, count):
@@ -175,9 +166,6 @@ def block_matrix(mu, alpha2, beta2):
     return beta2 * matrix
 
 
-# Guards, as they are defined
-
-
 def foreseen(q, mean, weight):
     """max(q_i, (1 − weight)(μ_i/5)²), one input at a time; `weight` is that of the batches so far."""
     return torch.stack([max(one, (1 - weight) * (m / 5) ** 2) for one, m in zip(q, mean, strict=True)])
@@ -209,9 +197,6 @@ def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radiu
     if crowd is not None and moving:
         radius = min(radius, max(radius / 10, crowd * math.prod(moving) ** (1 / len(moving))))
     return torch.tensor([min(1.0, radius / r) if r > 0 else 1.0 for r in relative.tolist()], dtype=torch.float64)
-
-
-# A whole network
 
 
 def log_cosh(y, t):

@@ -86,9 +86,6 @@ def test_canonical_constants_know_of_a_gradient_scaler():
     assert_close(found[0], found[1] / 256**2)
 
 
-# what lies between the output and the loss
-
-
 def gathered(layer, forward, model=None, examples=6, passes=1):
     """Σ ĝ² over the output of `layer`, as the optimizer keeps it after backward passes through what `forward` gives."""
     optimizer = evenstep.CanonicalSGD(model or layer, lr=0.0, reduction="sum")

@@ -38,9 +38,6 @@ def trained(model, batches, between=lambda model, x: None, cls=evenstep.Whitened
     return model
 
 
-# forwards that do not train
-
-
 def in_a_transform(model, x):
     parameters = dict(model.named_parameters())
     torch.func.vmap(lambda one: torch.func.functional_call(model, parameters, (one.unsqueeze(0),)))(x)
@@ -111,9 +108,6 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(cls, first, value):
     assert_same(twin, model, rtol=1e-10, atol=1e-12)
 
 
-# forwards that were not seen
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("functionally", [True, False])
 @pytest.mark.parametrize("cls", WATCHING)
@@ -162,9 +156,6 @@ def test_without_new_statistics_a_layer_moves_by_the_moments_it_had(pause):
     assert_close(moved[weight], -0.1 * dw)
     assert_close(moved[bias], -0.1 * db)
     moved_by(optimizer, model(other).square().mean())  # a second warning would be an error
-
-
-# forwards that are run again, or in parts
 
 
 RECOMPUTED = {  # modules, the shape of an input, and a forward that calls a part of the model by `call`

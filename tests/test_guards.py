@@ -33,9 +33,6 @@ def batches(count, dtype=torch.float32):
     return [(x, x.mean((2, 3)).mul(8).sum(1).long().remainder(4)) for x in inputs]
 
 
-# their definition
-
-
 @pytest.mark.parametrize(("cls", "lr"), [(evenstep.WhitenedSGD, 0.5), (evenstep.CanonicalSGD, 0.1)])
 @given(
     seed=st.integers(0, 2**31),
@@ -72,9 +69,6 @@ def test_units_that_start_at_zero_are_measured_by_the_floor():
     optimizer = evenstep.WhitenedSGD(model, lr=0.5, trust=0.1, damping=0.0, fresh_max=None)
     assert assert_follows(reference, optimizer, model, batches) < 0.01
     assert model[0].weight[:2].abs().min() > 0
-
-
-# when they fire
 
 
 @every_guarded
@@ -125,9 +119,6 @@ def test_counters_tell_what_fired(case):
         share = optimizer.fired()["0"]
         assert share[1 - on] == 0
         assert_close(share[on], 0.25 if on == 0 else 1.0)
-
-
-# what they do to training
 
 
 @pytest.mark.parametrize("name", ["whitened", "evenstep", "canonical"])

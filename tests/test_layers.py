@@ -14,8 +14,6 @@ import oracle
 from cases import LAYERS
 from helpers import CPU_AND_GPU, PAPER, Forward, assert_same, coverage_of, every_optimizer, moved_by, randn, weights
 
-# One layer of each kind
-
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kind_is_whitened_and_says_so(name):
@@ -76,9 +74,6 @@ def test_two_ways_to_call_a_layer_make_the_same_steps(name, cls):
     assert_same(model, twin, rtol=1e-10, atol=1e-12)
 
 
-# Inputs that are no plain tensors, or have no width
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
 @pytest.mark.parametrize("lone", [True, False])
 @every_optimizer
@@ -105,9 +100,6 @@ def test_a_sparse_input_is_counted_but_has_no_moments(case, layout):
     state = optimizer.state[model[0].weight]
     assert state.get("sharing", 1) == 1
     assert ("sparse tensors show none" in coverage_of(optimizer)["0.weight"][1]) == ("mass" in state)
-
-
-# Attention
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -168,9 +160,6 @@ def test_linear_layers_beside_batch_second_attention_count_time_as_sharing():
     moved_by(evenstep.WhitenedSGD(twin, lr=0.1, **PAPER), twin(x).pow(3).mean())
     assert_same(twin, layer, rtol=1e-7, atol=1e-7)
     assert "sequences taken as [time, batch, feature]" in coverage_of(optimizer)["linear1.weight"][1]
-
-
-# Plain
 
 
 class Doubled(nn.Linear):
@@ -254,9 +243,6 @@ def test_what_is_plain_says_why_and_moves_by_its_gradient(name):
     for parameter, (treatment, _) in rows.items():
         p = model.get_parameter(parameter)
         assert torch.allclose(moved[p], -0.02 * p.grad) == (treatment == "plain")
-
-
-# A bias, or a weight, alone
 
 
 def bias_frozen(model):

@@ -22,9 +22,6 @@ from evenstep.math import change_of_variables as coordinates
 from evenstep.math import constants
 from helpers import PAPER, UNGUARDED, assert_follows, moved_by, randn
 
-# §2.1: the update
-
-
 HYPERPARAMETERS = {
     "undamped": {},
     "damped": {"damping": 0.2},
@@ -79,9 +76,6 @@ def test_constants_move_and_the_forward_pass_stays():
     assert (moments[0] - moments[2]).abs().min() > 0.01
 
 
-# §2.2: the block matrix
-
-
 def test_update_is_the_block_matrix_times_the_gradient():
     """It inverts eq. 4's surrogate curvature. Its corner is 1 + Σ α_i² μ_i²; the printed one gives another step."""
     layer, x = nn.Linear(4, 3).double(), 1 + randn(9, 4)
@@ -108,9 +102,6 @@ def test_without_a_bias_the_update_inverts_the_block_without_its_bias_row():
     assert_close(moved, -(5**-0.5) * (grad - mu * implied.view(-1, 1)) / var)
 
 
-# §4.1: against batch normalization
-
-
 def test_only_under_batch_norm_an_output_depends_on_its_batch():
     plain, normed = nn.Linear(3, 4).double(), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     evenstep.WhitenedSGD(plain, lr=0.1)
@@ -118,9 +109,6 @@ def test_only_under_batch_norm_an_output_depends_on_its_batch():
     outputs = [[model(torch.cat([x, c]))[0] for c in company] for model in (plain, normed)]
     assert_close(*outputs[0])
     assert (outputs[1][0] - outputs[1][1]).abs().max() > 0.1
-
-
-# §4.2: L2 as a term of the loss
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -133,9 +121,6 @@ def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not(
     expected = -0.1 * 0.3 * before / (1 if decoupled else var * math.sqrt(4))
     assert_close(moved[w], expected)
     assert_close(moved[b], torch.zeros(3).double() if decoupled else -expected @ mean)
-
-
-# App. D: constants from the batch itself
 
 
 def update(x, g, mu, alpha2, beta2):
@@ -190,9 +175,6 @@ def test_constants_of_earlier_batches_make_the_step_linear_in_the_batch():
         return torch.cat([moved[layer.weight].flatten(), moved[layer.bias]])
 
     assert_close(second_step(torch.cat([a, b])), (second_step(a) + second_step(b)) / 2)
-
-
-# The map from paper to code
 
 
 def test_docs_name_functions_and_tests_that_exist():

@@ -168,8 +168,6 @@ class Machine:
         owners = [m for m in self.model.modules() if getattr(m, "weight", None) is weight]
         return any(getattr(m, "bias", None) is not None and m.bias not in still for m in owners)
 
-    # what is called
-
     def evaluate(self, number):
         self.model.eval()
         self.loss(factor=100.0)

@@ -24,9 +24,6 @@ def seeds():
     return st.integers(0, 2**31)
 
 
-# Random layers
-
-
 @st.composite
 def linears(draw):
     """A Linear and the shape of its input, with up to two dimensions of positions."""
@@ -69,9 +66,6 @@ def test_a_layer_of_any_geometry_descends_on_v(dtype, tolerance, case, seed):
     fit(evenstep.WhitenedSGD(model, lr=0.5, damping=0.1, **UNGUARDED), model, [(x, t)])
     reference.step(x.double(), t.double())
     oracle.assert_same_parameters(reference, model.double(), tolerance)
-
-
-# Order
 
 
 @every_optimizer
@@ -134,9 +128,6 @@ def test_channels_last_equals_contiguous(case):
     assert twin[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-# Moments
-
-
 @given(seed=seeds(), decay=st.sampled_from([0.0, 0.5, 0.95]), batches=st.integers(1, 6))
 def test_streamed_moments_equal_the_papers_two_averages(seed, decay, batches):
     """In float64 the kept mean and variance are mx and mx2 − mx² of the paper's loop, weights normalized."""
@@ -187,9 +178,6 @@ def test_huge_mean_after_a_small_one():
     assert_close(optimizer.state[layer.weight]["vx"].double(), x.double().var(0), rtol=0.3, atol=0)
 
 
-# vmap
-
-
 def core(weight, bias, rows, mx, vx, mass, lr):
     """What the core does for one layer in one step; its weights stand for their gradients, too."""
     running, centre = moments.Running(mx, vx, mass), mx + 0.1
@@ -213,9 +201,6 @@ def test_core_is_the_same_under_vmap():
     stacked = [torch.stack(column).double() for column in zip(*single, strict=True)]
     loop = tree_map(lambda *parts: torch.stack(parts), *(core(*args) for args in zip(*stacked, strict=True)))
     assert_close(tree_flatten(vmap(core)(*stacked))[0], tree_flatten(loop)[0])
-
-
-# rows
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(1, 200), st.data())

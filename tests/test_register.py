@@ -83,9 +83,6 @@ def test_a_layer_like_a_linear_steps_like_one(case, layer):
     assert_close(like_linears(), weights(twin))
 
 
-# registered
-
-
 class PerHead(nn.Module):
     """Each of 4 heads maps its own 3 features to 2."""
 
@@ -179,9 +176,6 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
         evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
-# known by name, or built from known layers
-
-
 def test_conv1d_called_by_keyword():
     model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
     optimizer = evenstep.UnitStep(model)
@@ -221,9 +215,6 @@ def test_adapters_train_and_what_they_adapt_stays(case):
     before = weights(model)
     train(model, optimizer, some_batches(5, 4))
     assert still(model, before) == ["base" in name for name, _ in model.named_parameters()]
-
-
-# plain, and why
 
 
 @pytest.mark.feature("parametrized weights (weight_norm)")

@@ -19,9 +19,6 @@ from helpers import assert_same, fit, moved_by, randn
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
-# §3.1: the benign function
-
-
 def benign(w):
     """Eq. 6."""
     return 0.5 * w[0] ** 2 + torch.log(torch.exp(w[1]) + torch.exp(-w[1]))
@@ -62,9 +59,6 @@ def test_a_radius_per_block_does_not_wait_for_the_worst_block():
     assert_close(curvature.diagonal() * blocks**2, torch.tensor([0.25, 0.25]).double())
     assert_close(blocks[0], torch.tensor(-0.5).double())
     assert abs(whole[0]) < 0.17
-
-
-# §3.2–3.3: eqs. 7 to 11
 
 
 def spd(n):
@@ -172,9 +166,6 @@ def test_a_zero_gradient_gives_a_zero_step(block, bounded):
     assert not step_along(optimizer, layer, 0.0, 0.0).any()
 
 
-# §3.4: RMSProp
-
-
 def by_weight(eps):
     """A network trained by eq. 11 with G = I for each weight; a copy of it as it was; and the batches."""
     model, batch = two_layers()
@@ -201,9 +192,6 @@ def test_rmsprop_without_eps_is_torchs():
     model, twin, batches = by_weight(0.0)
     fit(torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9, eps=0.0), twin, batches)
     assert_same(twin, model, **CLOSE)
-
-
-# §3.5: the fan-in trick
 
 
 def test_denominator_of_eq11_is_the_root_of_the_fan_in():
@@ -242,9 +230,6 @@ def test_fan_in_divides_by_the_root_of_n_times_s(name):
     optimizer = evenstep.FanInSGD(layer, lr=0.7)
     for p, moved in moved_by(optimizer, oracle.log_cosh(layer(x), randn(*y.shape)).mean()).items():
         assert_close(moved, -rate * p.grad)
-
-
-# App. C: separation
 
 
 def separated(x):

@@ -23,9 +23,6 @@ def drifting_mlp(steps):
     return model, [((1 + k) * (1 + randn(6, 4)), randn(6, 3)) for k in range(steps)]
 
 
-# the rule on v
-
-
 WAYS = {  # keywords of the rule, of both optimizers, of the reference, of `Whitened`; the size of the last batch
     "bare": ({}, UNGUARDED, {}, {}, 1.0),
     "explicit": ({}, UNGUARDED, {"explicit": True}, {}, 1.0),
@@ -128,9 +125,6 @@ def test_each_group_has_its_own_options_and_a_bias_those_of_its_group():
     assert_follows(reference, Whitened(groups, torch.optim.AdamW, model=model, **settings), model, batches)
 
 
-# identity constants: the rule itself
-
-
 def plain_network():
     return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3, bias=False)).double()
 
@@ -183,9 +177,6 @@ def test_only_our_decay_shrinks_w(base, decay):
     descend(optimizer, (0 * model(randn(5, 4))).sum())
     for p, old in zip(model.parameters(), before, strict=True):
         assert_close(p.detach(), old * (1 - 0.5 * decay), rtol=1e-14, atol=0)
-
-
-# the plain rule
 
 
 class Outside(nn.Module):

@@ -18,8 +18,6 @@ from evenstep import Whitened
 from helpers import assert_same, descend, fit, is_finite, randn, still, through_a_file, twins, weights
 from rules import RULES, TORCHS, Lars, Lion, Shrinking, WithoutRate, deep_network, drifting
 
-# what is refused
-
 NO_CLASS = r"Whitened: base must be a torch\.optim\.Optimizer class; got "
 ON_PARAMETERS = "cannot run in whitened coordinates: its step depends on the parameter"
 
@@ -58,9 +56,6 @@ def test_bases_and_keywords_that_cannot_serve_are_refused_and_leave_the_model_al
     assert all(still(model, before))
 
 
-# state
-
-
 @pytest.mark.parametrize("name", TORCHS)
 def test_the_rules_state_is_in_state_dict_and_resumes_bit_exactly(name):
     (cls, keywords), model, other, batches = TORCHS[name], deep_network(), deep_network(), drifting(6)
@@ -88,9 +83,6 @@ def test_loading_leaves_the_rules_step_count_where_the_rule_keeps_it(name):
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert optimizers[0].state[p]["step"].device == optimizers[1].state[q]["step"].device
-
-
-# layers whose parts come and go
 
 
 def small_network():
@@ -177,9 +169,6 @@ def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
     twin.attach(other)
     small_step(twin, other)
     assert twin.state[other[0].weight].keys() == optimizer.state[model[0].weight].keys()
-
-
-# memory
 
 
 class Memory(TorchDispatchMode):
