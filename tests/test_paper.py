@@ -21,6 +21,7 @@ from cases import LAYERS
 from evenstep.math import change_of_variables as coordinates
 from evenstep.math import constants
 from helpers import PAPER, UNGUARDED, assert_follows, moved_by, randn
+from rules import deep_network, drifting
 
 HYPERPARAMETERS = {
     "undamped": {},
@@ -47,11 +48,7 @@ def test_eq3_is_gradient_descent_on_v(name, keywords, bias):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("coordinates", ["whitened", "canonical", "fan-in"])
 def test_a_deep_network_descends_on_v_of_all_layers_at_once(coordinates, momentum):
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 2, stride=2), nn.Softplus(),
-        nn.Flatten(), nn.Linear(12, 5, bias=False), nn.Softplus(), nn.Linear(5, 3),
-    ).double()  # fmt: skip
-    batches = [(1 + randn(5, 2, 4, 4), randn(5, 3)) for _ in range(4)]
+    model, batches = deep_network(), drifting(4)
     lr = 0.002 if coordinates == "canonical" else 0.05
     reference = oracle.OnV(model, lr=lr, momentum=momentum, coordinates=coordinates, damping=0.1)
     cls = {"whitened": evenstep.WhitenedSGD, "canonical": evenstep.CanonicalSGD, "fan-in": evenstep.FanInSGD}
