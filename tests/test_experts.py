@@ -54,15 +54,9 @@ class Experts(nn.Module):
 Experts.forward.__module__ = "transformers.models.some_moe.modeling_some_moe"
 
 
-class Mixture(nn.Module):
-    """Sends each token to two of the experts."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x, index):
-        return self.experts(x, index, torch.full(index.shape, 0.5).to(x))
+def mix(experts, x, index):
+    """Send each token to two of the experts."""
+    return experts(x, index, torch.full(index.shape, 0.5).to(x))
 
 
 def routed(tokens=24, experts=4):
@@ -83,20 +77,20 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 def test_fused_experts_step_like_a_layer_for_each_expert(stack):
     """Undamped, since damping is relative to all experts. The input of their second layer is not seen."""
-    model, (x, index) = Mixture(Experts(**STACKS[stack]).double()), routed()
+    model, (x, index) = Experts(**STACKS[stack]).double(), routed()
     optimizer = evenstep.WhitenedSGD(model, lr=0.02, **PAPER)
     for name, (treatment, reason) in coverage_of(optimizer).items():
         assert treatment == ("fan-in" if "down" in name else "whitened")
         assert ("its input is not seen" in reason) == ("down" in name)
-    moved = moved_by(optimizer, (model(x, index) - 1).square().mean())
-    parameters = dict(model.experts.named_parameters())
+    moved = moved_by(optimizer, (mix(model, x, index) - 1).square().mean())
+    parameters = dict(model.named_parameters())
     for name, p in parameters.items():
         if "down" in name:
             assert_close(moved[p], -0.02 * p.grad / math.sqrt(5))
-    first = "gate_up_proj" if model.experts.gate else "up_proj"
+    first = "gate_up_proj" if model.gate else "up_proj"
     weight, bias = parameters[first], parameters.get(f"{first}_bias")
     for k in range(4):
-        grad, step = (t[k].T if model.experts.is_transposed else t[k] for t in (weight.grad, moved[weight]))
+        grad, step = (t[k].T if model.is_transposed else t[k] for t in (weight.grad, moved[weight]))
         biases = [] if bias is None else [bias.grad[k]]
         dw, db = oracle.natural_gradient(grad, biases, x[(index == k).any(1)])
         assert_close(step, -0.02 * dw)
@@ -109,37 +103,28 @@ def test_fused_experts_step_like_a_layer_for_each_expert(stack):
 def test_fused_experts_train_with_every_optimizer(case):
     """Also those that no token chooses in a step, and in every layout."""
     for stack in STACKS.values():
-        model = nn.ModuleList([nn.Linear(3, 3), Mixture(Experts(**stack))]).double()
+        model = nn.ModuleList([nn.Linear(3, 3), Experts(**stack)]).double()
         optimizer = case.build(model)
         before = weights(model)
         for k in range(3):
             x, index = routed(experts=4 if k == 0 else 3)
-            moved_by(optimizer, model[1](model[0](x), index).square().mean())
+            moved_by(optimizer, mix(model[1], model[0](x), index).square().mean())
         assert_all_moved(model, before)
 
 
-def test_an_expert_without_tokens_gets_the_moments_of_all_tokens():
-    model = Mixture(Experts().double())
-    optimizer = evenstep.WhitenedSGD(model)
-    x, index = routed(experts=3)
-    moved_by(optimizer, model(x, index).square().mean())
-    state = optimizer.state[model.experts.gate_up_proj]
-    mean, var = state["mx"].view(4, 3), state["vx"].view(4, 3)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(autocast):
+    """Those of an expert without tokens are those of all tokens."""
+    model, (x, index) = Experts(), routed(experts=3)
+    optimizer, x = evenstep.WhitenedSGD(model), x.float() + 1000
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = mix(model, x, index).square().mean()
+    moved_by(optimizer, loss)
+    mean, var = (optimizer.state[model.gate_up_proj][key].view(4, 3).double() for key in ("mx", "vx"))
     for k in range(4):
-        own = x[(index == k).any(1)] if k < 3 else x
-        assert_close(mean[k], own.mean(0))
-        assert_close(var[k], own.var(0, correction=0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(dtype):
-    x, index = torch.randn(64, 3) + 1000, torch.randint(4, (64, 2))
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        rows = two_rows(x, index, 4).double().view(2, 4, 3)
-    for k in range(4):
-        own = x[(index == k).any(1)].double()
-        assert_close(rows.mean(0)[k], own.mean(0), rtol=1e-6, atol=0)
-        assert_close(rows.var(0, correction=0)[k], own.var(0, correction=0), rtol=1e-2, atol=0)
+        own = (x[(index == k).any(1)] if k < 3 else x).double()
+        assert_close(mean[k], own.mean(0), rtol=1e-6, atol=0)
+        assert_close(var[k], own.var(0, correction=0), rtol=1e-2, atol=0)
 
 
 def test_indices_beyond_the_experts_count_for_none():
@@ -161,25 +146,22 @@ def test_experts_called_with_sequences_share_as_a_linear_does(by_keyword):
     assert down.x is None
 
 
-class OwnExperts(Experts):
-    """Experts with a user's own forward, which may compute anything."""
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(2 * hidden_states, top_k_index, top_k_weights)
+def on_twice_the_input(self, hidden_states, top_k_index, top_k_weights):
+    """A user's own forward, which may compute anything."""
+    return Experts.forward(self, 2 * hidden_states, top_k_index, top_k_weights)
 
 
-class FlatExperts(Experts):
-    """Experts whose input is sorted already, so that nothing tells which token goes where."""
-
-    def forward(self, hidden_states):
-        return hidden_states
+def on_sorted_input(self, hidden_states):
+    """Nothing tells which token goes where."""
+    return hidden_states
 
 
-FlatExperts.forward.__module__ = Experts.forward.__module__
+on_sorted_input.__module__ = Experts.forward.__module__
 
 
-@pytest.mark.parametrize("cls", [OwnExperts, FlatExperts, lambda: Experts(bias=True)])
-def test_experts_that_compute_something_else_are_plain(cls):
-    rows = coverage_of(evenstep.WhitenedSGD(nn.ModuleList([cls(), nn.Linear(2, 2)])))
-    name = type(cls()).__name__
-    assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", f"no whitened form for {name}")
+@pytest.mark.parametrize("forward", [on_twice_the_input, on_sorted_input, Experts.forward])
+def test_experts_that_compute_something_else_are_plain(forward):
+    """Nor are biases known that belong to weights laid out as in a Linear."""
+    experts = type("OddExperts", (Experts,), {"forward": forward})(bias=forward is Experts.forward)
+    rows = coverage_of(evenstep.WhitenedSGD(nn.ModuleList([experts, nn.Linear(2, 2)])))
+    assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", "no whitened form for OddExperts")

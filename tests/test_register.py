@@ -52,7 +52,6 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
-# as torch_geometric has it
 GraphLinear = type("Linear", (OwnForward,), {"__module__": "torch_geometric.nn.dense.linear"})
 
 
@@ -133,12 +132,8 @@ def test_a_subclass_of_a_registered_class_with_a_forward_of_its_own_is_plain():
     evenstep.register_layer(OwnForward, nn.Linear)
     tripled = type("Tripled", (OwnForward,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
     model = nn.Sequential(tripled(2, 2), OwnForward(2, 2))
-    assert [how for how, _ in coverage_of(evenstep.UnitStep(model)).values()] == [
-        "plain",
-        "plain",
-        "whitened",
-        "whitened",
-    ]
+    treatments = [how for how, _ in coverage_of(evenstep.UnitStep(model)).values()]
+    assert treatments == ["plain", "plain", "whitened", "whitened"]
 
 
 @pytest.mark.parametrize(
