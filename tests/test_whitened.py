@@ -1,6 +1,7 @@
 """`Whitened` against slow loops on explicit v, and what torch promises of the rules it runs."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,45 +85,30 @@ def test_muon_sees_a_layer_as_one_matrix_with_the_bias_as_a_column(layer, bias):
 
 
 def test_joint_off_gives_muon_the_matrices_and_the_plain_rule_what_it_refuses():
-    """Muon takes matrices alone: biases go to AdamW, as the parameters outside layers do."""
+    """Muon takes matrices alone: biases go to AdamW at `plain_lr`, as the parameters outside layers do."""
     (model, batches), settings = drifting_mlp(3), SETTINGS | UNGUARDED
 
-    class Both:
-        """A matrix under Muon, its bias under AdamW at `plain_lr`."""
+    def both(k, stand_ins):
+        matrix = torch.optim.Muon(stand_ins[:1], lr=0.05, weight_decay=0)
+        bias = torch.optim.AdamW(stand_ins[1:], lr=0.01, weight_decay=0)
+        return SimpleNamespace(step=lambda: (matrix.step(), bias.step()))
 
-        def __init__(self, stand_ins):
-            self.parts = (
-                torch.optim.Muon(stand_ins[:1], lr=0.05, weight_decay=0),
-                torch.optim.AdamW(stand_ins[1:], lr=0.01, weight_decay=0),
-            )
-
-        def step(self):
-            for part in self.parts:
-                part.step()
-
-    reference = RuleOnV(model, lambda k, stand_ins: Both(stand_ins), **settings)
     optimizer = Whitened(model, torch.optim.Muon, lr=0.05, joint=False, plain_lr=0.01, **settings)
-    assert_follows(reference, optimizer, model, batches, 1e-8)
+    assert_follows(RuleOnV(model, both, **settings), optimizer, model, batches, 1e-8)
 
 
 def test_each_group_has_its_own_options_and_a_bias_those_of_its_group():
     (model, batches), settings = drifting_mlp(4), SETTINGS | GUARDS
-    options = [
-        [{"lr": 0.05, "betas": (0.8, 0.9)}, {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-3}],
-        [{"lr": 0.02}, {"lr": 0.02}],
-    ]
+    options = [{"lr": 0.05, "betas": (0.8, 0.9)}, {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-3}, {"lr": 0.02}, {}]
 
-    def build(k, stand_ins):
-        groups = [{"params": [q], **o} for q, o in zip(stand_ins, options[k], strict=True)]
-        return torch.optim.AdamW(groups, weight_decay=0)
+    def groups(params, options):
+        return [{"params": [p], **own} for p, own in zip(params, options, strict=True)]
 
-    reference = RuleOnV(model, build, **settings)
-    groups = [
-        {"params": [model[0].weight], **options[0][0]},
-        {"params": [model[0].bias], **options[0][1]},
-        {"params": model[2].parameters(), **options[1][0]},
-    ]
-    assert_follows(reference, Whitened(groups, torch.optim.AdamW, model=model, **settings), model, batches)
+    def rule(k, stand_ins):
+        return torch.optim.AdamW(groups(stand_ins, options[2 * k : 2 * k + 2]), weight_decay=0)
+
+    optimizer = Whitened(groups(model.parameters(), options), torch.optim.AdamW, model=model, **settings)
+    assert_follows(RuleOnV(model, rule, **settings), optimizer, model, batches)
 
 
 def plain_network():
