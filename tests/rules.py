@@ -53,11 +53,8 @@ class Lars(ThirdPartyRule):
 class Shrinking(ThirdPartyRule):
     """Decays under a name of its own, and only a little."""
 
-    def __init__(self, params, lr=0.1, shrink=1e-2):
-        super().__init__(params, lr, shrink=shrink)
-
     def move(self, p, grad, group, state):
-        p.sub_(group["lr"] * (grad + group["shrink"] * p))
+        p.sub_(group["lr"] * (grad + group.get("shrink", 1e-2) * p))
 
 
 class WithoutRate(torch.optim.Optimizer):
@@ -109,7 +106,7 @@ class RuleOnV(oracle.OnV):
 
     def steps(self, k, grads, v):
         """What the rule makes of the gradient."""
-        layer, shapes = self.layers[k], [g.shape for g in grads]
+        layer, parts = self.layers[k], grads
         if self.joint:
             grads, v = [as_matrix(layer, *grads)], [as_matrix(layer, *v)]
         if self.rules[k] is None:
@@ -122,22 +119,24 @@ class RuleOnV(oracle.OnV):
             q.grad = g.clone()
         rule.step()
         steps = [q.detach() - start for q, start in zip(stand_ins, starts, strict=True)]
-        return as_parts(layer, steps[0], shapes) if self.joint else steps
+        return as_parts(layer, steps[0], parts) if self.joint else steps
 
 
-def as_matrix(layer, weight, bias=None):
-    """[unit, inputs · kernel + 1]; a transposed convolution (of one group) has its units in the second dimension."""
-    rows = (weight.transpose(0, 1) if isinstance(layer, oracle.TRANSPOSED) else weight).flatten(1)
-    return rows if bias is None else torch.cat([rows, bias.unsqueeze(1)], dim=1)
+def by_unit(layer, weight):
+    """The weight with its units in the first dimension; of a transposed convolution (of one group), or back."""
+    return weight.transpose(0, 1) if isinstance(layer, oracle.TRANSPOSED) else weight
 
 
-def as_parts(layer, matrix, shapes):
-    """The inverse of `as_matrix`."""
-    shape, *bias = shapes
-    rows, last = (matrix[:, :-1], [matrix[:, -1]]) if bias else (matrix, [])
-    if isinstance(layer, oracle.TRANSPOSED):
-        return [rows.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1), *last]
-    return [rows.reshape(shape), *last]
+def as_matrix(layer, weight, *bias):
+    """[unit, inputs · kernel], and the bias as one more column."""
+    return torch.cat([by_unit(layer, weight).flatten(1), *(b.unsqueeze(1) for b in bias)], dim=1)
+
+
+def as_parts(layer, matrix, parts):
+    """The inverse of `as_matrix`, with the shapes of these."""
+    shape = by_unit(layer, parts[0]).shape
+    columns = shape[1:].numel()
+    return [by_unit(layer, matrix[:, :columns].reshape(shape)), *matrix[:, columns:].unbind(1)]
 
 
 def without_decay(cls, keywords):

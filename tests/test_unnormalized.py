@@ -1,16 +1,14 @@
 """The default optimizers train where nobody has normalized inputs, weights or targets: scripts/unnormalized.py."""
 
-import importlib.util
 import math
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-spec = importlib.util.spec_from_file_location("unnormalized", Path(__file__).parents[1] / "scripts" / "unnormalized.py")
-unnormalized = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(unnormalized)
+from helpers import module_at
 
+unnormalized = module_at(Path(__file__).parents[1] / "scripts" / "unnormalized.py")
 SEEDS = (0, 1, 2)
 MISSED = {("siren", "UnitStep"): "behind sin(30 x) units are 0.1 long: steps of the default lr are too long; use 0.005"}
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, On
 from torch.testing import assert_close
 
 from evenstep import Whitened
-from helpers import UNGUARDED, assert_follows, assert_same, descend, fit, randn, twins, weights
+from helpers import UNGUARDED, Forward, assert_follows, assert_same, descend, fit, randn, twins, weights
 from rules import RULES, TORCHS, RuleOnV, deep_network, drifting, without_decay
 
 SETTINGS = {"decay": 0.6, "damping": 0.1}
@@ -165,17 +165,12 @@ def test_only_our_decay_shrinks_w(base, decay):
         assert_close(p.detach(), old * (1 - 0.5 * decay), rtol=1e-14, atol=0)
 
 
-class Outside(nn.Module):
-    """Two layers, and a parameter of each dimension outside any layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-        self.mix = nn.Parameter(torch.eye(3))
-        self.double()
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x)))) @ self.mix
+def with_parameters_outside_layers():
+    """Two layers, and parameters of one and two dimensions outside."""
+    layers = {"first": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "last": nn.Linear(6, 3)}
+    model = Forward(lambda self, x: self.last(torch.tanh(self.norm(self.first(x)))) @ self.mix, **layers)
+    model.mix = nn.Parameter(torch.eye(3))
+    return model.double()
 
 
 PLAIN = [
@@ -198,7 +193,7 @@ DEFAULT = partial(torch.optim.AdamW, lr=1e-3)
 )
 def test_parameters_outside_layers_follow_the_plain_rule(base, plain, rule):
     """As that rule, options of its own and a schedule included, makes of the same gradients."""
-    model = Outside()
+    model = with_parameters_outside_layers()
     optimizer = Whitened(model, base, lr=0.02, plain=plain)
     outside = [model.norm.weight, model.norm.bias, model.mix]
     copies = [nn.Parameter(p.detach().clone()) for p in outside]
@@ -217,7 +212,7 @@ def test_parameters_outside_layers_follow_the_plain_rule(base, plain, rule):
 
 def test_a_partial_of_muon_is_muon():
     """Its matrices are joint and the rest goes to AdamW, as for the class itself."""
-    (model, twin), batches = twins(Outside), plain_batches(3)
+    (model, twin), batches = twins(with_parameters_outside_layers), plain_batches(3)
     fit(Whitened(model, torch.optim.Muon, lr=0.02, ns_steps=4), model, batches)
     fit(Whitened(twin, partial(torch.optim.Muon, ns_steps=4), lr=0.02), twin, batches)
     assert_same(model, twin)
