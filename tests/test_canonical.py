@@ -57,22 +57,6 @@ def test_canonical_g2_is_that_of_single_examples(name, sizes, reduction):
     oracle.assert_same_parameters(reference, model)
 
 
-@pytest.mark.parametrize("sizes", [[6], [2, 4]])
-def test_canonical_g2_of_a_layer_called_several_times(sizes):
-    """Both calls of each example add to its Σ g², and an example counts once: one backward per example."""
-    model, x = twice().double(), randn(6, 3)
-    total = torch.zeros(3).double()
-    for example in x.split(1):
-        first = model.layer(example)
-        second = model.layer(torch.tanh(first) + 1)
-        total += sum(g[0] ** 2 for g in torch.autograd.grad(oracle.log_cosh(second, example).sum(), [first, second]))
-    optimizer = evenstep.CanonicalSGD(model, lr=0.1)
-    for part in x.split(sizes):
-        (oracle.log_cosh(model(part), part).sum() / 6).backward()
-    optimizer.step()
-    assert_close(optimizer.state[model.layer.weight]["mg2"], total / 6)
-
-
 def test_canonical_constants_know_of_a_gradient_scaler():
     """Told of it, they have the squares of unscaled gradients; untold, those of scaled ones."""
     told, x = nn.Linear(4, 3), torch.randn(6, 4)
@@ -173,6 +157,16 @@ def test_g2_is_that_of_the_output_before_operations_in_place(output, change):
     truth = expected(apart(y).flatten() @ slopes, y, units=shape.index(3))
     found = gathered(layer, lambda: in_place(layer(x)).flatten() @ slopes, examples=6 if 6 in shape else 1)
     assert_close(found, truth)
+
+
+def test_g2_of_a_layer_called_several_times_is_that_of_all_calls():
+    """While an example counts once."""
+    model, x = twice().double(), randn(6, 3)
+    first = model.layer(x)
+    second = model.layer(torch.tanh(first) + 1)
+    slopes = torch.autograd.grad(oracle.log_cosh(second, x).sum(), [first, second])
+    found = gathered(model.layer, lambda: oracle.log_cosh(model(x), x).sum(), model)
+    assert_close(found, sum(g.square().sum(0) for g in slopes))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

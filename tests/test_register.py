@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from evenstep.model import known_layers, layer_kinds
-from helpers import PAPER, coverage_of, descend, every_optimizer, is_finite, moved_by, randn, still, weights
+from helpers import PAPER, Forward, coverage_of, descend, every_optimizer, is_finite, moved_by, randn, still, weights
 
 
 @pytest.fixture(autouse=True)
@@ -166,13 +166,6 @@ def test_a_kind_whose_layout_does_not_come_back_is_refused(method, function, got
         evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
-def test_conv1d_called_by_keyword():
-    model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
-    optimizer = evenstep.UnitStep(model)
-    descend(optimizer, model(x=x).square().sum())
-    assert optimizer.state[model.weight]["mass"] > 0
-
-
 def test_a_lazy_layer_is_covered_once_it_has_its_shape():
     model, x = nn.Sequential(nn.LazyLinear(3)).double(), randn(5, 4)
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
@@ -181,22 +174,17 @@ def test_a_lazy_layer_is_covered_once_it_has_its_shape():
     assert set(coverage_of(evenstep.UnitStep(model)).values()) == {("whitened", "")}
 
 
-class LoRA(nn.Module):
+def lora(inputs, units):
     """An adapter beside a frozen layer, as peft makes them."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    base = nn.Linear(inputs, units).requires_grad_(False)
+    adapter = {"down": nn.Linear(inputs, 2, bias=False), "up": nn.Linear(2, units, bias=False)}
+    return Forward(lambda self, x: self.base(x) + self.up(self.down(x)), base=base, **adapter)
 
 
 @pytest.mark.feature("LoRA adapters")
 @every_optimizer
 def test_adapters_train_and_what_they_adapt_stays(case):
-    model = nn.Sequential(LoRA(nn.Linear(4, 6)), nn.Tanh(), LoRA(nn.Linear(6, 2))).double()
+    model = nn.Sequential(lora(4, 6), nn.Tanh(), lora(6, 2)).double()
     optimizer = case.build(model)
     rows = coverage_of(optimizer)
     assert {how for name, (how, _) in rows.items() if "base" in name} == {"frozen"}

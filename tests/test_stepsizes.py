@@ -101,18 +101,6 @@ def test_eq10_has_length_eta_in_every_block_and_blocks_decouple():
     assert not torch.allclose(stepsize.trust_step(grad, natural, 0.2)[0], again[0])
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_eq11_is_no_longer_than_eta_by_jensen(eps):
-    """With E over the same batch's examples the length is at most η, and η for equal examples and eps = 0."""
-    metric, grads = spd(4), randn(7, 4)
-    square = torch.einsum("bi,ij,bj->b", grads, torch.linalg.inv(metric), grads)
-    natural = torch.linalg.solve(metric, grads.mean(0))
-    step = -0.3 * stepsize.normalized(natural, square.mean(), eps)
-    assert (step @ metric @ step).sqrt() < 0.3
-    alone = -0.3 * stepsize.normalized(torch.linalg.solve(metric, grads[0]), square[0], eps)
-    assert_close((alone @ metric @ alone).sqrt(), 0.3 * (square[0] / (square[0] + eps)).sqrt())
-
-
 def two_layers():
     """A grouped transposed convolution and a linear layer, eight units in all, and batches for them."""
     model = nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)).double()

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import evenstep
 from evenstep import Whitened
 from helpers import assert_same, descend, fit, is_finite, randn, still, through_a_file, twins, weights
 from rules import RULES, TORCHS, Lars, Lion, Shrinking, WithoutRate, deep_network, drifting
@@ -146,16 +145,6 @@ def test_a_joint_matrix_keeps_the_memory_of_its_weight_when_a_bias_leaves_or_joi
         buffer = optimizer.state[model[0].weight]["momentum_buffer"]
         assert buffer.shape == (8, columns)
         assert_close(buffer[:, :6], kept)
-
-
-def test_a_batchnorm_is_folded_under_muon():
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-    optimizer = Whitened(model, torch.optim.Muon)
-    small_step(optimizer, model)
-    evenstep.fold_batchnorm(model)
-    optimizer.refresh()
-    small_step(optimizer, model)
-    assert optimizer.state[model[0].weight]["momentum_buffer"].shape == (8, 7)
 
 
 def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
