@@ -146,10 +146,10 @@ def without_decay(cls, keywords):
 
 
 def deep_network():
-    """Convolutions with padding, stride and groups, a layer without bias, all in float64."""
+    """Convolutions of several kinds, linear layers with bias and without, in float64."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, stride=2, groups=2), nn.Softplus(),
-        nn.Flatten(), nn.Linear(24, 5, bias=False), nn.Softplus(), nn.Linear(5, 3),
+        nn.ConvTranspose2d(6, 2, 2), nn.Flatten(), nn.Linear(18, 5, bias=False), nn.Softplus(), nn.Linear(5, 3),
     ).double()  # fmt: skip
 
 

@@ -129,15 +129,10 @@ def test_a_gradient_without_any_statistics_takes_fan_in_coordinates(cls, functio
     assert coverage_of(optimizer) == planned
 
 
-def detached(model, optimizer):
-    optimizer.detach()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 PAUSES = {
     "unused": lambda model, optimizer: moved_by(optimizer, model.spare(randn(6, 3)).square().mean()),
     "eval mode": lambda model, optimizer: model.eval(),
-    "detached": detached,
+    "detached": lambda model, optimizer: optimizer.detach(),
 }
 
 

@@ -99,15 +99,6 @@ def test_without_a_bias_the_update_inverts_the_block_without_its_bias_row():
     assert_close(moved, -(5**-0.5) * (grad - mu * implied.view(-1, 1)) / var)
 
 
-def test_only_under_batch_norm_an_output_depends_on_its_batch():
-    plain, normed = nn.Linear(3, 4).double(), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    evenstep.WhitenedSGD(plain, lr=0.1)
-    x, company = randn(1, 3), [randn(5, 3), 3 + randn(5, 3)]
-    outputs = [[model(torch.cat([x, c]))[0] for c in company] for model in (plain, normed)]
-    assert_close(*outputs[0])
-    assert (outputs[1][0] - outputs[1][1]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not(decoupled):
     layer, x = nn.Linear(4, 3).double(), 2 + randn(6, 4)

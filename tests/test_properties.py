@@ -9,19 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import vmap
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_map
 
 import evenstep
 import oracle
-from evenstep.math import change_of_variables as coordinates
-from evenstep.math import constants, frame, guards, moments
-from helpers import UNGUARDED, assert_same, every_optimizer, fit, randn
+from evenstep.math import moments
+from helpers import UNGUARDED, assert_same, every_optimizer, fit, randn, twins
+from rules import deep_network
 
-
-def seeds():
-    return st.integers(0, 2**31)
+SEEDS = st.integers(0, 2**31)
 
 
 @st.composite
@@ -53,7 +49,7 @@ def convolutions(draw):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
-@given(case=linears() | convolutions(), seed=seeds())
+@given(case=linears() | convolutions(), seed=SEEDS)
 def test_a_layer_of_any_geometry_descends_on_v(dtype, tolerance, case, seed):
     """Any rank, groups, stride, dilation, padding, transposed or not."""
     torch.manual_seed(seed)
@@ -69,7 +65,7 @@ def test_a_layer_of_any_geometry_descends_on_v(dtype, tolerance, case, seed):
 
 
 @every_optimizer
-@given(seed=seeds(), conv=st.booleans())
+@given(seed=SEEDS, conv=st.booleans())
 @settings(max_examples=5)
 def test_permuting_inputs_or_units_permutes_the_update(case, seed, conv):
     torch.manual_seed(seed)
@@ -88,24 +84,15 @@ def test_permuting_inputs_or_units_permutes_the_update(case, seed, conv):
     assert_close(twin.bias, layer.bias[units], rtol=1e-9, atol=1e-10)
 
 
-def mixed_network():
-    """Every kind of block: convolutions, a tensor without layer, linear layers with and without bias."""
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.LayerNorm(3), nn.Conv2d(2, 4, 2, groups=2),
-        nn.Flatten(), nn.Linear(16, 4, bias=False), nn.Tanh(), nn.Linear(4, 3),
-    ).double()  # fmt: skip
-
-
 @every_optimizer
-@given(seed=seeds(), sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4))
+@given(seed=SEEDS, sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4))
 @settings(max_examples=5)
 def test_micro_batches_of_any_sizes_give_the_update_of_the_whole(case, seed, sizes):
     """Each micro-batch's loss is divided by the size of the whole batch."""
     torch.manual_seed(seed)
     total = sum(sizes)
-    model = mixed_network()
-    twin = copy.deepcopy(model)
-    batches = [(randn(total, 2, 3, 3) + k, randn(total, 3)) for k in range(3)]
+    model, twin = twins(deep_network)
+    batches = [(randn(total, 2, 4, 4) + k, randn(total, 3)) for k in range(3)]
     fit(case.build(model), model, batches)
     optimizer = case.build(twin)
     for x, t in batches:
@@ -157,31 +144,6 @@ def test_streamed_moments_equal_the_papers_two_averages(dtype, levels, decay, to
     assert state["vx"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_close(state["mx"].double(), mean, rtol=min(tolerance, 1e-6), atol=0)
     assert_close(state["vx"].double(), var, rtol=tolerance, atol=0)
-
-
-def core(weight, bias, rows, mx, vx, mass, lr):
-    """What the core does for one layer in one step; its weights stand for their gradients, too."""
-    running, centre = moments.Running(mx, vx, mass), mx + 0.1
-    first, second = moments.sum_about(rows.flatten(1), centre.flatten(), dim=1)
-    sums = moments.Sums(torch.tensor(7.0).double(), first.view_as(mx), second.view_as(mx))
-    usable = moments.usable(sums)
-    found = frame.whitened_frame(running, sums, centre, usable, damping=0.1, fresh_max=1.0, steady=constants.STEADY)
-    c = constants.Constants(found.mu, found.alpha**2, constants.geometry_beta2(20, torch.tensor(9.0).double()))
-    on_v = coordinates.gradient_to_v(weight, bias, c)
-    steps = coordinates.step_to_w(-lr * on_v[0], -lr * on_v[1], c)
-    unit2 = guards.squared_length(weight, bias, found.mu, found.spread)
-    relative2 = guards.relative(unit2, guards.squared_length(*steps, found.mu, found.fresh), 1e-3)
-    held = guards.trust_factor(unit2, relative2 * unit2, 0.1, 1e-3, guards.typical(relative2))
-    return found, steps, held, frame.running_after(running, sums, centre, usable, decay=0.9)
-
-
-def test_core_is_the_same_under_vmap():
-    """Many layers, or many stepsizes, at once: as a Python loop over them."""
-    shapes = [(2, 3, 4, 5), (2, 3), (7, 2, 4), (2, 4)]  # weight, bias, rows and means, for two groups
-    single = [(*map(torch.randn, shapes), torch.rand(2, 4), *torch.rand(2)) for _ in range(3)]
-    stacked = [torch.stack(column).double() for column in zip(*single, strict=True)]
-    loop = tree_map(lambda *parts: torch.stack(parts), *(core(*args) for args in zip(*stacked, strict=True)))
-    assert_close(tree_flatten(vmap(core)(*stacked))[0], tree_flatten(loop)[0])
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.integers(1, 200), st.data())

@@ -195,25 +195,24 @@ def test_adapters_train_and_what_they_adapt_stays(case):
     assert still(model, before) == ["base" in name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.feature("parametrized weights (weight_norm)")
-@every_optimizer
-def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
-    optimizer = case.build(model)
-    rows = coverage_of(optimizer)
-    assert rows["0.bias"] == ("plain", "its layer's weight is computed")
-    for part in ("original0", "original1"):
-        assert rows[f"0.parametrizations.weight.{part}"] == ("plain", "its layer's weight is computed from it")
-    before = weights(model)
-    train(model, optimizer, some_batches(5, 4))
-    assert not any(still(model, before))
+NORMED = [
+    (parametrizations.weight_norm, ["parametrizations.weight.original0", "parametrizations.weight.original1"]),
+    (nn.utils.weight_norm, ["weight_g", "weight_v"]),
+]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-def test_the_older_weight_norm_says_so_too():
-    rows = coverage_of(evenstep.UnitStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
-    assert rows["0.weight_g"] == rows["0.weight_v"] == ("plain", "its layer's weight is computed from it")
+@pytest.mark.feature("parametrized weights (weight_norm)")
+@pytest.mark.parametrize(("norm", "parts"), NORMED, ids=["new", "old"])
+@every_optimizer
+def test_a_weight_that_is_computed_is_plain_with_its_bias(case, norm, parts):
+    model = nn.Sequential(norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
+    optimizer, before = case.build(model), weights(model)
+    rows = coverage_of(optimizer)
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
+    assert all(rows[f"0.{part}"] == ("plain", "its layer's weight is computed from it") for part in parts)
+    train(model, optimizer, some_batches(5, 4))
+    assert not any(still(model, before))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")

@@ -93,13 +93,10 @@ def small_step(optimizer, model, count=1):
         descend(optimizer, model(randn(16, 6)).square().mean())
 
 
-def thaw(model):
-    model.requires_grad_(True)
-
-
+THAW = nn.Module.requires_grad_
 CHANGES = {  # what happens to a model, and what undoes it
-    "a frozen bias": (lambda model: model[0].bias.requires_grad_(False), thaw),
-    "frozen weights": (lambda model: [layer.weight.requires_grad_(False) for layer in model[::2]], thaw),
+    "a frozen bias": (lambda model: model[0].bias.requires_grad_(False), THAW),
+    "frozen weights": (lambda model: [layer.weight.requires_grad_(False) for layer in model[::2]], THAW),
     "pruning": (lambda model: l1_unstructured(model[0], "weight", 0.3), lambda model: remove(model[0], "weight")),
 }
 
