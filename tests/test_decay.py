@@ -38,7 +38,6 @@ NORMED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(
         (nn.LayerNorm(3), [], [], ["weight", "bias"]),
         (nn.Linear(3, 2, bias=False), [], ["weight"], []),
     ],
-    ids=["network", "excluded names", "convolution", "nothing decays", "all decays"],
 )
 def test_matrices_decay_vectors_norms_and_excluded_names_do_not(model, exclude, decayed, kept):
     """An empty group is left out."""

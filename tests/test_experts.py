@@ -137,10 +137,9 @@ def test_indices_beyond_the_experts_count_for_none():
 def test_experts_called_with_sequences_share_as_a_linear_does(by_keyword):
     model, x = Experts().double(), randn(5, 7, 3)
     index = torch.randint(4, (35, 2))
-    kind = ExpertsKind()
     call = {"top_k_index": index, "top_k_weights": torch.ones(35, 2), "hidden_states": x}
     args, kwargs = ((), call) if by_keyword else ((x, index), {})
-    first, down = kind.look(model, args, kwargs, x, 0)
+    first, down = ExpertsKind().look(model, args, kwargs, x, 0)
     assert (first.examples, first.applied) == (down.examples, down.applied) == (5, 35)
     assert_close(first.x, two_rows(x, index, 4))
     assert down.x is None

@@ -27,9 +27,7 @@ def test_coverage_prints_as_a_table_and_repr_summarizes_it():
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False))
     optimizer = evenstep.WhitenedSGD(model)
     lines = str(optimizer.coverage()).splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "parameter", "0.weight", "0.bias", "1.weight", "1.bias", "2.weight",
-    ]  # fmt: skip
+    assert [line.split()[0] for line in lines] == ["parameter", "0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
     assert lines[3].split()[1:3] == ["LayerNorm", "plain"]
     assert len({line.index(word) for line, word in zip(lines[1:3], ["whitened"] * 2, strict=True)}) == 1
     assert repr(optimizer).endswith("coverage: 3 whitened, 2 plain")
@@ -109,10 +107,8 @@ def test_self_attention_whitens_in_proj_like_a_linear(batch_first):
     nn.init.normal_(attention.in_proj_bias)
     optimizer = evenstep.WhitenedSGD(attention, lr=0.3, **PAPER)
     rows = coverage_of(optimizer)
-    assert {name: how for name, (how, _) in rows.items()} == {
-        "in_proj_weight": "whitened", "in_proj_bias": "whitened", "out_proj.weight": "fan-in",
-        "out_proj.bias": "fan-in",
-    }  # fmt: skip
+    treatments = {"in_proj_": "whitened", "out_proj": "fan-in"}
+    assert all(treatment == treatments[name[:8]] for name, (treatment, _) in rows.items())
     assert "its input is not seen" in rows["out_proj.weight"][1]
     seen = x if batch_first else x.transpose(0, 1).contiguous()
     moved = moved_by(optimizer, attention(seen, seen, seen, need_weights=False)[0].pow(3).mean())
@@ -140,10 +136,8 @@ def test_cross_attention_takes_fan_in_coordinates_and_says_so_after_the_first_st
 def test_attention_with_other_key_sizes_takes_fan_in_for_each_projection():
     attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True).double()
     optimizer = evenstep.WhitenedSGD(attention, lr=0.3, **PAPER)
-    assert {name: how for name, (how, _) in coverage_of(optimizer).items()} == {
-        "q_proj_weight": "fan-in", "k_proj_weight": "fan-in", "v_proj_weight": "fan-in", "in_proj_bias": "plain",
-        "out_proj.weight": "fan-in", "out_proj.bias": "fan-in",
-    }  # fmt: skip
+    for name, (treatment, _) in coverage_of(optimizer).items():
+        assert treatment == ("plain" if name == "in_proj_bias" else "fan-in")
     moved = moved_by(optimizer, attention(randn(2, 3, 4), randn(2, 6, 3), randn(2, 6, 5))[0].square().mean())
     assert_close(moved[attention.v_proj_weight], -0.3 * attention.v_proj_weight.grad / math.sqrt(5 * 3))
     assert_close(moved[attention.in_proj_bias], -0.3 * attention.in_proj_bias.grad)
@@ -167,10 +161,6 @@ class Doubled(nn.Linear):
 
     def forward(self, x):
         return super().forward(2 * x)
-
-
-class Renamed(nn.Linear):
-    """A Linear by another name."""
 
 
 def bare():
@@ -214,7 +204,7 @@ PLAIN = {  # a model whose layer `last` is whitened; what coverage() says of oth
         [],
     ),
     "forward of its own": (
-        lambda: nn.Sequential(OrderedDict(first=Doubled(3, 3), last=Renamed(3, 2))),
+        lambda: nn.Sequential(OrderedDict(first=Doubled(3, 3), last=type("Renamed", (nn.Linear,), {})(3, 2))),
         {"first.weight": "Doubled has a forward of its own", "first.bias": ""},
         [],
     ),

@@ -114,12 +114,11 @@ class Machine:
         flags = {**self.case.keywords, **self.program.flags}
         if flags.pop("tensor_lr", False):
             flags["lr"] = torch.tensor(flags["lr"])
-        decays = self.program.groups == "decay"
-        groups = evenstep.decay_groups(self.model, 0.1) if decays else list(self.model.parameters())
         if self.program.groups == "module":
             optimizer = self.case.cls(self.model, **flags)
         else:
-            optimizer = self.case.cls(groups, model=self.model, **flags)
+            groups = {"list": list(self.model.parameters()), "decay": evenstep.decay_groups(self.model, 0.1)}
+            optimizer = self.case.cls(groups[self.program.groups], model=self.model, **flags)
         for p in self.spare:
             self.add(optimizer, p)
         return optimizer
