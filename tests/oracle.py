@@ -76,7 +76,7 @@ def rows(layer, x, y):
 
 
 class Moments:
-    """The paper's two running averages (§2.3), mx and mx2, with the weights they were given so far."""
+    """The paper's two running averages (§2.3), mx and mx2, and the sum of their weights so far."""
 
     def __init__(self, decay):
         self.decay, self.mx, self.mx2, self.weight = decay, 0.0, 0.0, 0.0

@@ -36,7 +36,7 @@ def test_canonical_constants_make_the_curvature_the_identity():
 @pytest.mark.parametrize("sizes", [[6], [1, 3, 2]])
 @pytest.mark.parametrize("name", ["linear", "linear-sequence", "grouped", "transposed2d"])
 def test_canonical_g2_is_that_of_single_examples(name, sizes, reduction):
-    """S·E[g²] from hooks on batches equals one backward per example, whatever the reduction and the micro-batches."""
+    """S·E[g²] from hooks on batches equals one backward per example, for both reductions and in micro-batches."""
     case = LAYERS[name]
     model, x = nn.Sequential(case.layer()), case.inputs(6)
     t = randn(6, *model(x).shape[1:])

@@ -246,7 +246,7 @@ def bias_shared(model):
     return model
 
 
-ALONE = {  # what is given to the optimizer of a model, more keywords, and how its bias is treated
+ALONE = {  # the first argument of the optimizer, more keywords, and how the bias is treated
     "excluded": (lambda model: model, {"exclude": ["*bias"]}, "plain"),
     "frozen": (bias_frozen, {}, "frozen"),
     "outside the optimizer": (lambda model: [("0.weight", model[0].weight)], {}, None),

@@ -1,4 +1,4 @@
-"""Random training programs: whatever is called in whatever order, nothing crashes, is skipped or turns NaN."""
+"""Random training programs: in any order of calls, nothing crashes, is skipped or turns NaN."""
 
 import copy
 import warnings
@@ -146,7 +146,7 @@ class Machine:
             loss.backward()
 
     def step(self, loss=None, clip=False):
-        """Take a step: whatever has a clear gradient moves, whatever has none stays."""
+        """Take a step: parameters with a clear gradient move, those without one stay."""
         if loss is not None:
             self.optimizer.zero_grad()
             self.backward(loss)

@@ -131,7 +131,7 @@ def test_streamed_moments_equal_the_papers_two_averages(dtype, levels, decay, to
     """The kept mean and variance are mx and mx2 − mx² of the paper's loop, weights normalized.
 
     Also in low precision far from zero, where E[x²] − E[x]² would be off by whole multiples of 1/8, and after a jump,
-    since sums follow the running mean. Batches weigh the same whatever their size (§2.3).
+    since sums follow the running mean. Batches of all sizes weigh the same (§2.3).
     """
     layer = nn.Linear(3, 2).to(dtype)
     optimizer, truth = evenstep.WhitenedSGD(layer, lr=0.0, decay=decay), oracle.Moments(decay)

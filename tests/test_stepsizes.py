@@ -106,7 +106,7 @@ def two_layers():
 
 @pytest.mark.parametrize("block", ["network", "unit"])
 def test_eqs_9_and_10_for_a_network_have_length_eta(block):
-    """In the whole network or in each of the units, its bias included, whatever the size of the inputs."""
+    """In the whole network or in each of the units, its bias included, for small inputs and for large ones."""
     model, batch = two_layers()
     optimizer = evenstep.BlockNaturalSGD(model, lr=0.02, block=block, bounded=False)
     for scale in (1.0, 10.0):

@@ -123,8 +123,8 @@ def test_identity_constants_give_the_rule_itself_with_its_groups_and_schedules(n
         return [{"params": m[0].parameters(), "lr": 0.03}, {"params": [*m[1].parameters(), *m[3].parameters()]}]
 
     with pytest.warns(UserWarning, match="Whitened: no layer of this Sequential is covered"):
-        ours = Whitened(groups(model), cls, model=model, exclude=["*"], **keywords)
-    pairs = [(ours, model), (cls(groups(twin), **keywords | {"weight_decay": 0}), twin)]
+        optimizer = Whitened(groups(model), cls, model=model, exclude=["*"], **keywords)
+    pairs = [(optimizer, model), (cls(groups(twin), **keywords | {"weight_decay": 0}), twin)]
     schedulers = [SCHEDULES[schedule](optimizer) for optimizer, _ in pairs]
     for batch in plain_batches(5):
         for (optimizer, m), scheduler in zip(pairs, schedulers, strict=True):

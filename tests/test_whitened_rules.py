@@ -166,9 +166,9 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        given = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        inputs = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
         for t in tree_leaves(result):
-            if torch.is_tensor(t) and t.untyped_storage() not in given and t.untyped_storage() not in self.seen:
+            if torch.is_tensor(t) and t.untyped_storage() not in inputs and t.untyped_storage() not in self.seen:
                 storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
                 self.seen[storage] = size
                 self.now += size
@@ -186,7 +186,7 @@ def size_of(tensors):
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("name", ["SGD", "nesterov", "AdamW", "Muon", "Adagrad"])
-def test_a_step_needs_room_for_three_copies_of_the_model_and_leaves_the_rules_state_alone(name, foreach):
+def test_a_step_needs_memory_for_three_copies_of_the_model_and_adds_none_to_the_rules_state(name, foreach):
     """Gradients on v, the rule's steps, and what the rule itself takes (`foreach` rules: one more)."""
     (cls, keywords), layers, width = RULES[name], 6, 128
     model = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
