@@ -1,6 +1,6 @@
 """Rules to run in whitened coordinates, torch's and others, and the slow truth about what they do there.
 
-Gradients on v are α_i (G_ij − μ_i b_j) and b_j. The state of a rule belongs to v, and stays when the coordinates change.
+Gradients on v are α_i (G_ij − μ_i b_j) and b_j. The state of a rule belongs to v and stays when coordinates change.
 """
 
 import math
