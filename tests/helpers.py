@@ -19,7 +19,7 @@ from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kinds import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
-from oracle import log_cosh
+from oracle import assert_same_parameters, log_cosh
 
 UNGUARDED = {"fresh_max": None, "trust": None}
 PAPER = {"damping": 0.0, **UNGUARDED}
@@ -330,3 +330,22 @@ def assert_moments_agree(x, dim, see, limit=None):
     assert_close(found_mean.double(), exact.mean(0), rtol=1e-6, atol=1e-5)
     scale = exact.var(0, correction=0)
     assert_close(found_var.double(), scale, rtol=1e-4, atol=1e-5 * float(scale.max().clamp(min=1e-3)))
+
+
+def coverage_of(optimizer):
+    """Each parameter's treatment and its reason, by name."""
+    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+
+
+def twice():
+    """A layer that a forward uses twice, and one it does not use."""
+    layers = {"layer": nn.Linear(3, 3), "spare": nn.Linear(3, 3)}
+    return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers)
+
+
+def assert_follows(reference, optimizer, model, batches, tolerance=1e-9):
+    """Train a model and its reference in oracle.py on the same batches; the smallest trust factor of the reference."""
+    fit(optimizer, model, batches)
+    smallest = min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
+    assert_same_parameters(reference, model, tolerance)
+    return smallest

@@ -29,40 +29,9 @@ class Constants(NamedTuple):
     bias: float = 1.0
 
 
-# What a layer is
-
-
 def forward(layer, x, w, b):
     """The layer's output on `x` with any weight and bias, as torch computes it."""
     return functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, x)
-
-
-def padded(layer, x):
-    """`x` with a convolution's own padding, so that what the kernel meets is data."""
-    sides = []
-    for k in range(len(layer.kernel_size)):
-        if layer.padding == "same":
-            total = layer.dilation[k] * (layer.kernel_size[k] - 1)
-            sides.append((total // 2, total - total // 2))
-        else:
-            sides.append((layer.padding[k], layer.padding[k]))
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(x, [s for pair in reversed(sides) for s in pair], mode=mode)
-
-
-def stuffed(layer, x, y):
-    """The input whose plain convolution (stride 1, kernel reversed) a transposed one is: x among zeros.
-
-    Tap `offset` of output position `u` meets the entry at u + reach − dilation·offset of what is returned, with
-    reach = dilation·(kernel − 1).
-    """
-    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    wide = x.new_zeros(*x.shape[:2], *(n + r for n, r in zip(y.shape[2:], reach, strict=True)))
-    for at in itertools.product(*map(range, x.shape[2:])):
-        to = [r + s * a - p for r, s, a, p in zip(reach, layer.stride, at, layer.padding, strict=True)]
-        if all(0 <= t < n for t, n in zip(to, wide.shape[2:], strict=True)):
-            wide[(slice(None), slice(None), *to)] = x[(slice(None), slice(None), *at)]
-    return wide
 
 
 def places(layer):
@@ -106,11 +75,8 @@ def rows(layer, x, y):
     return torch.stack(found)
 
 
-# Moments
-
-
 class Moments:
-    """The paper's two running averages (§2.3), mx and mx2, with the weights they were given so far."""
+    """The paper's two running averages (§2.3), mx and mx2, and the sum of their weights so far."""
 
     def __init__(self, decay):
         self.decay, self.mx, self.mx2, self.weight = decay, 0.0, 0.0, 0.0
@@ -133,21 +99,15 @@ def mean_var(x):
     return mean, ((x - mean) ** 2).mean(0)
 
 
-def damped(x, damping):
-    """x + damping · mean x."""
-    return x + damping * x.mean()
-
-
-# Coordinates
-
-
 def sum_per_unit(unit, values, count):
     """Σ of `values` over the weights of each unit."""
     return values.new_zeros(count).index_add(0, unit.flatten(), values.flatten())
 
 
 def to_w(layer, v, v0, c):
-    """w(v) and w_0(v) of eq. 2; `v0` may be a list, one for each bias that the weight serves."""
+    """w(v) and w_0(v) of eq. 2; `v0` is a list, one for each bias that the weight serves."""
+    if not v0:
+        return biasless(layer, v, c), []
     channel, unit = places(layer)
     w = c.alpha[channel] * c.beta[unit] * v
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
@@ -156,40 +116,25 @@ def to_w(layer, v, v0, c):
 
 def to_v(layer, w, w0, c):
     """v(w) and v_0(w): the inverse of `to_w`."""
+    if not w0:
+        return biasless(layer, w, c, inverse=True), []
     channel, unit = places(layer)
     level = sum_per_unit(unit, c.mu[channel] * w, len(c.beta))
     return w / (c.alpha[channel] * c.beta[unit]), [(b + level) / (c.bias * c.beta) for b in w0]
 
 
-def to_w_biasless(layer, v, c, inverse=False):
+def biasless(layer, v, c, inverse=False):
     """w_j = β_j α ∘ ((I − k ûûᵀ) v_j), u = α∘μ, k = 1 − 1/√(1+‖u‖²), by a dense matrix for each unit; or v(w)."""
-    channel, unit = (t.flatten() for t in places(layer))
-    w = torch.zeros_like(v).flatten()
+    channel, unit = places(layer)
+    w = torch.zeros_like(v)
     for j in range(len(c.beta)):
-        index = (unit == j).nonzero().squeeze(1)
-        alpha, mu = c.alpha[channel[index]], c.mu[channel[index]]
-        u = alpha * mu
+        mine = unit == j
+        alpha, u = c.alpha[channel[mine]], (c.alpha * c.mu)[channel[mine]]
         k = 1 - 1 / (1 + u @ u).sqrt()
         direction = u / u.norm() if u.any() else u
         matrix = c.beta[j] * torch.diag(alpha) @ (torch.eye(len(u)).double() - k * torch.outer(direction, direction))
-        matrix = torch.linalg.inv(matrix) if inverse else matrix
-        w = w.index_put((index,), matrix @ v.flatten()[index])
-    return w.view_as(v)
-
-
-def gradient_on_v(loss, layer, w, biases, c):
-    """∂loss/∂v by autograd, `loss` a function of a weight and its biases; and the v at which it was taken."""
-    v, v0 = to_v(layer, w, biases, c) if biases else (to_w_biasless(layer, w, c, inverse=True), [])
-    leaves = [t.detach().requires_grad_() for t in (v, *v0)]
-    at = to_w(layer, leaves[0], leaves[1:], c) if biases else (to_w_biasless(layer, leaves[0], c), [])
-    return list(torch.autograd.grad(loss(*at), leaves)), leaves
-
-
-def descend_on_v(loss, layer, w, biases, c, lr):
-    """The weight and biases after a step of gradient descent on v."""
-    grads, leaves = gradient_on_v(loss, layer, w, biases, c)
-    v, *v0 = (leaf.detach() - lr * g for leaf, g in zip(leaves, grads, strict=True))
-    return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+        w = w.index_put((mine,), (torch.linalg.inv(matrix) if inverse else matrix) @ v[mine])
+    return w
 
 
 def surrogate(mu, var, bias=True):
@@ -201,57 +146,24 @@ def surrogate(mu, var, bias=True):
     return matrix
 
 
+def natural_gradient(grad, biases, rows, shared=1):
+    """What a dense layer descends by: its gradient times β² and the inverse of the surrogate curvature of `rows`.
+
+    `shared` is S. With several biases each has the level of the weight's step, and its own gradient.
+    """
+    beta2, (mean, var) = (rows.shape[1] * shared) ** -0.5, mean_var(rows)
+    if not biases:
+        return beta2 * grad @ torch.linalg.inv(surrogate(mean, var, bias=False)), []
+    total = sum(biases)
+    both = beta2 * torch.cat([total.unsqueeze(1), grad], 1) @ torch.linalg.inv(surrogate(mean, var))
+    return both[:, 1:], [both[:, 0] + beta2 * (b - total) for b in biases]
+
+
 def block_matrix(mu, alpha2, beta2):
     """The matrix of §2.2 for one unit, its corner corrected to 1 + Σ α_i² μ_i²."""
-    n = len(mu)
-    matrix = torch.zeros(n + 1, n + 1).double()
-    matrix[0, 0] = 1 + sum(alpha2[i] * mu[i] ** 2 for i in range(n))
-    for i in range(n):
-        matrix[0, i + 1] = matrix[i + 1, 0] = -alpha2[i] * mu[i]
-        matrix[i + 1, i + 1] = alpha2[i]
+    matrix = torch.diag(torch.cat([1 + (alpha2 * mu**2).sum().view(1), alpha2]))
+    matrix[0, 1:] = matrix[1:, 0] = -alpha2 * mu
     return beta2 * matrix
-
-
-# Eq. 3 by loops over examples, positions and kernel offsets
-
-
-def naive_gradients(layer, x, g, mu):
-    """⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩: means over examples, sums over positions; g is ∂E/∂y of each example."""
-    offsets = [*itertools.product(*map(range, getattr(layer, "kernel_size", ())))]
-    if isinstance(layer, nn.Linear):  # a convolution that meets one position
-        x, g = (t.movedim(-1, 1) for t in (x, g))
-        wide = x
-    else:
-        wide = stuffed(layer, x, g) if isinstance(layer, TRANSPOSED) else padded(layer, x)
-    channel, unit = places(layer)
-    on_weight, on_bias = torch.zeros(channel.shape).double(), torch.zeros(units(layer)).double()
-    for b, at in itertools.product(range(len(x)), itertools.product(*map(range, g.shape[2:]))):
-        here = g[b][(slice(None), *at)]
-        on_bias += here
-        for offset in offsets:
-            met = wide[b][(slice(None), *meets(layer, at, offset))] - mu
-            tap = (slice(None), slice(None), *offset)
-            on_weight[tap] += here[unit[tap]] * met[channel[tap]]
-    return on_weight / len(x), on_bias / len(x)
-
-
-def meets(layer, at, offset):
-    """Where in the padded, or stuffed, input the kernel's `offset` falls for the output position `at`."""
-    if isinstance(layer, nn.Linear):
-        return at
-    if isinstance(layer, TRANSPOSED):
-        return [u + d * (k - 1 - o) for u, d, k, o in zip(at, layer.dilation, layer.kernel_size, offset, strict=True)]
-    return [u * s + d * o for u, s, d, o in zip(at, layer.stride, layer.dilation, offset, strict=True)]
-
-
-def quasi_diagonal(layer, on_weight, on_bias, c):
-    """Eq. 3's δw and δw_0 from ⟨g_j (x_i − μ_i)⟩ and ⟨g_j⟩."""
-    channel, unit = places(layer)
-    dw = c.beta[unit] ** 2 * c.alpha[channel] ** 2 * on_weight
-    return dw, c.beta**2 * on_bias - sum_per_unit(unit, c.mu[channel] * dw, len(c.beta))
-
-
-# Guards, as they are defined
 
 
 def foreseen(q, mean, weight):
@@ -287,9 +199,6 @@ def trust_factors(layer, w, biases, dw, dbiases, mu, spread, fresh_spread, radiu
     return torch.tensor([min(1.0, radius / r) if r > 0 else 1.0 for r in relative.tolist()], dtype=torch.float64)
 
 
-# A whole network
-
-
 def log_cosh(y, t):
     """A loss for each example that is neither linear nor quadratic."""
     d = y - t
@@ -306,16 +215,7 @@ class OnV:
     crowd = None
 
     def __init__(
-        self,
-        model,
-        *,
-        lr,
-        momentum=0.0,
-        decay=0.95,
-        damping=0.0,
-        fresh_max=None,
-        trust=None,
-        coordinates="whitened",
+        self, model, *, lr, momentum=0.0, decay=0.95, damping=0.0, fresh_max=None, trust=None, coordinates="whitened"
     ):
         self.modules = [copy.deepcopy(module) for module in model]
         self.lr, self.momentum, self.decay, self.damping = lr, momentum, decay, damping
@@ -343,7 +243,8 @@ class OnV:
     def step(self, x, t, energy=log_cosh):
         """One step on the mean of `energy` over the batch; its factors of the trust radius, layer by layer."""
         seen, _ = self.run(x, self.w, self.b)
-        g2 = [self.squared(k, x, t, energy) for k in range(len(self.layers))]
+        canonical = self.coordinates == "canonical"
+        g2 = [self.squared(k, x, t, energy) if canonical else None for k in range(len(self.layers))]
         frames = [self.frame(k, *seen[k], g2[k]) for k in range(len(self.layers))]
         moved = [self.moved(k, frames[k][0], x, t, energy) for k in range(len(self.layers))]
         factors = []
@@ -355,16 +256,15 @@ class OnV:
             for d in db:
                 self.b[k] = self.b[k] + factor * d
             self.moments[k].update(rows(layer, *seen[k]))
-            self.g2[k].update(g2[k].unsqueeze(0))
+            if canonical:
+                self.g2[k].update(g2[k].unsqueeze(0))
         return factors
 
     def squared(self, k, x, t, energy):
         """S·E[g²] at the output of layer `k`, one example at a time."""
         total = torch.zeros(units(self.layers[k])).double()
         for e in range(len(x)):
-            b = [None if other is None else other.detach().requires_grad_() for other in self.b]
-            w = [other.detach().requires_grad_() for other in self.w]
-            seen, y = self.run(x[e : e + 1], w, b)
+            seen, y = self.run(x[e : e + 1].clone().requires_grad_(), self.w, self.b)
             (g,) = torch.autograd.grad(energy(y, t[e : e + 1]).sum(), seen[k][1])
             units_last = g if isinstance(self.layers[k], nn.Linear) else g.movedim(1, -1)
             total += (units_last.reshape(-1, units_last.shape[-1]) ** 2).sum(0)
@@ -383,29 +283,30 @@ class OnV:
         m = var if self.fresh_max is None else fresh_max(var, q, self.fresh_max)
         floor = self.damping * m.mean()
         if self.coordinates == "canonical":
-            beta2 = 1 / damped(g2 if first else self.g2[k].mean_var()[0], self.damping)
+            mg2 = g2 if first else self.g2[k].mean_var()[0]
+            beta2 = 1 / (mg2 + self.damping * mg2.mean())
         spread = m + floor
         return Constants(mean, spread.rsqrt(), beta2.sqrt()), spread, torch.maximum(var, q) + floor
 
-    def loss_of(self, k, x, t, energy):
-        """The batch's mean loss as a function of the weight and biases of layer `k` alone."""
-
-        def loss(weight, biases):
-            w, b = [*self.w], [*self.b]
-            w[k], b[k] = weight, biases[0] if biases else self.b[k]
-            return energy(self.run(x, w, b)[1], t).mean()
-
-        return loss
-
     def moved(self, k, c, x, t, energy):
-        """Weight and bias of layer `k` after a step on v, before any trust radius."""
+        """Weight and bias of layer `k` after a step on v, from autograd's gradient on v; before any trust radius."""
         layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
-        grads, leaves = gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
+        v, v0 = to_v(layer, self.w[k], biases, c)
+        leaves = [t.detach().requires_grad_() for t in (v, *v0)]
+        w, b = [*self.w], [*self.b]
+        w[k], moved = to_w(layer, leaves[0], leaves[1:], c)
+        b[k] = moved[0] if moved else b[k]
+        grads = torch.autograd.grad(energy(self.run(x, w, b)[1], t).mean(), leaves)
+        steps = self.steps(k, grads, [leaf.detach() for leaf in leaves])
+        v, *v0 = (leaf.detach() + step for leaf, step in zip(leaves, steps, strict=True))
+        return to_w(layer, v, v0, c)
+
+    def steps(self, k, grads, v):
+        """The steps of layer `k` on v, from the gradients on v: descent with momentum."""
         if self.buffers[k] is not None:
             grads = [self.momentum * old + new for old, new in zip(self.buffers[k], grads, strict=True)]
         self.buffers[k] = grads
-        v, *v0 = (leaf.detach() - self.lr * g for leaf, g in zip(leaves, grads, strict=True))
-        return to_w(layer, v, v0, c) if biases else (to_w_biasless(layer, v, c), [])
+        return [-self.lr * g for g in grads]
 
     def held(self, k, dw, db, c, spread, fresh_spread):
         """The trust factors of layer `k`; ones where there is no trust radius."""

@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
-
-CLASSES = [evenstep.WhitenedSGD, evenstep.UnitStep, evenstep.BlockNaturalSGD]
+from evenstep import BlockNaturalSGD, UnitStep, WhitenedSGD
 
 
 def network():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("first", CLASSES)
-@pytest.mark.parametrize("second", CLASSES)
+@pytest.mark.parametrize(
+    ("first", "second"), [(WhitenedSGD, UnitStep), (UnitStep, BlockNaturalSGD), (BlockNaturalSGD, WhitenedSGD)]
+)
 def test_a_second_optimizer_on_the_same_parameters_warns_once(first, second):
     model = network()
     one = first(model)
@@ -31,64 +30,54 @@ def test_a_second_optimizer_on_the_same_parameters_warns_once(first, second):
 
 def test_an_optimizer_on_a_part_and_one_on_the_whole_warn():
     model = network()
-    part = evenstep.UnitStep(model[1])
+    part = UnitStep(model[1])
     with pytest.warns(UserWarning, match="UnitStep: 2 of its 4 parameters are also trained"):
-        evenstep.UnitStep(model)
+        UnitStep(model)
     assert part.param_groups
 
 
-def without_overlap(model):
-    return evenstep.UnitStep(model[0].parameters(), model=model), evenstep.UnitStep(model[1].parameters(), model=model)
-
-
 def after_detach(model):
-    first = evenstep.UnitStep(model)
+    first = UnitStep(model)
     first.detach()
-    return first, evenstep.UnitStep(model)
+    return first, UnitStep(model)
 
 
 def after_deletion(model):
-    first = evenstep.UnitStep(model)
+    first = UnitStep(model)
     schedule = torch.optim.lr_scheduler.ConstantLR(first)
     del first, schedule
-    return evenstep.UnitStep(model)
+    return UnitStep(model)
 
 
 def after_deletion_in_a_cycle(model):
-    first = evenstep.UnitStep(model)
+    first = UnitStep(model)
     first.itself = first
     gc.disable()
     try:
         del first
-        return evenstep.UnitStep(model)
+        return UnitStep(model)
     finally:
         gc.enable()
 
 
 def on_frozen_parameters(model):
     model.requires_grad_(False)
-    return evenstep.UnitStep(model), evenstep.UnitStep(model)
+    return UnitStep(model), UnitStep(model)
 
 
-def without_a_model(model):
-    return evenstep.UnitStep(model.parameters()), evenstep.UnitStep(model)
+SILENT = {
+    "without overlap": lambda model: [UnitStep(layer.parameters(), model=model) for layer in model],
+    "after detach": after_detach,
+    "after deletion": after_deletion,
+    "after deletion in a cycle": after_deletion_in_a_cycle,
+    "on frozen parameters": on_frozen_parameters,
+    "without a model": lambda model: [UnitStep(model.parameters()), UnitStep(model)],
+    "on another model": lambda model: [UnitStep(model), UnitStep(network())],
+    "refreshed": lambda model: UnitStep(model).refresh() or True,
+}
 
 
-def on_another_model(model):
-    return evenstep.UnitStep(model), evenstep.UnitStep(network())
-
-
-def refreshed(model):
-    optimizer = evenstep.UnitStep(model)
-    optimizer.refresh()
-    return optimizer
-
-
-SILENT = [without_overlap, after_detach, after_deletion, after_deletion_in_a_cycle]
-SILENT += [on_frozen_parameters, without_a_model, on_another_model, refreshed]
-
-
-@pytest.mark.parametrize("build", SILENT)
+@pytest.mark.parametrize("build", SILENT.values(), ids=SILENT)
 def test_optimizers_that_do_not_meet_are_silent(build):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import evenstep
-from helpers import assert_same, descend, every_optimizer
+from helpers import assert_same, descend, every_optimizer, moved_by, twins
 
 
 class Network(nn.Module):
@@ -25,29 +25,20 @@ class Network(nn.Module):
         return self.head(torch.tanh(self.layer(x)) * self.scale)
 
 
+BARE = ["scale", "norm.weight", "grid.weight", "grid.bias", "layer.bias", "head.bias"]
+NORMED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
+
+
 @pytest.mark.parametrize(
     ("model", "exclude", "decayed", "kept"),
     [
-        (
-            Network(), [],
-            ["position", "embed.weight", "layer.weight"],
-            ["scale", "norm.weight", "grid.weight", "grid.bias", "layer.bias", "head.bias"],
-        ),
-        (
-            Network(), ["embed.*", "position"],
-            ["layer.weight"],
-            ["position", "scale", "embed.weight", "norm.weight", "grid.weight", "grid.bias", "layer.bias", "head.bias"],
-        ),
-        (
-            nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), [],
-            ["0.weight"],
-            ["0.bias", "1.weight", "1.bias"],
-        ),
+        (Network(), [], ["position", "embed.weight", "layer.weight"], BARE),
+        (Network(), ["embed.*", "position"], ["layer.weight"], ["position", "scale", "embed.weight", *BARE[1:]]),
+        (NORMED, [], ["0.weight"], ["0.bias", "1.weight", "1.bias"]),
         (nn.LayerNorm(3), [], [], ["weight", "bias"]),
         (nn.Linear(3, 2, bias=False), [], ["weight"], []),
     ],
-    ids=["network", "excluded names", "convolution", "nothing decays", "all decays"],
-)  # fmt: skip
+)
 def test_matrices_decay_vectors_norms_and_excluded_names_do_not(model, exclude, decayed, kept):
     """An empty group is left out."""
     groups = evenstep.decay_groups(model, 0.1, exclude=exclude)
@@ -79,24 +70,20 @@ def split(case, model, decay):
 def test_only_what_should_decay_decays(case):
     """A gradient of zero moves nothing but by decay."""
     model = Network().double()
-    optimizer = split(case, model, 0.5)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    descend(optimizer, (model(torch.randint(0, 7, (5, 3))) * 0).sum())
-    parameters = dict(model.named_parameters())
-    moved = {name for name, p in parameters.items() if not torch.equal(p, before[name])}
-    assert moved == {"position", "embed.weight", "layer.weight"}
-    for name in moved:
-        rate = case.keywords["lr"]
-        if name != "layer.weight":  # no layer of its own
-            rate = optimizer.defaults.get("plain_lr") or rate
-        torch.testing.assert_close(parameters[name].detach(), (1 - 0.5 * rate) * before[name])
+    optimizer, parameters = split(case, model, 0.5), dict(model.named_parameters())
+    lr = case.keywords["lr"]
+    plain_lr = optimizer.defaults.get("plain_lr") or lr
+    moved = moved_by(optimizer, (model(torch.randint(0, 7, (5, 3))) * 0).sum())
+    rates = {"position": plain_lr, "embed.weight": plain_lr, "layer.weight": lr}
+    for name, p in parameters.items():
+        rate = 0.5 * rates.get(name, 0.0)
+        torch.testing.assert_close(moved[p], -rate / (1 - rate) * p.detach())
 
 
 @every_optimizer
 def test_groups_change_no_treatment_and_no_step(case):
     """Without decay, two groups step as one."""
-    model, twin = Network().double(), Network().double()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Network().double())
     whole, parted = case.build(model, weight_decay=0.0), split(case, twin, 0.0)
     assert sorted(whole.coverage()) == sorted(parted.coverage())
     for _ in range(3):

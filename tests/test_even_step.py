@@ -37,24 +37,12 @@ class OrthogonalOnV(oracle.OnV):
 
     crowd = 3.0
 
-    def __init__(self, model, *, lr, momentum, plain_lr=3e-3, **keywords):
-        super().__init__(model, lr=lr, momentum=momentum, **keywords)
-        self.plain_lr, self.squares, self.adam = plain_lr, {}, []
+    def __init__(self, model, *, plain_lr=3e-3, **keywords):
+        super().__init__(model, **keywords)
+        self.plain_lr, self.constants, self.squares, self.adam = plain_lr, {}, {}, None
         self.radii = [
             [max(part.norm(), math.sqrt(len(part))) for part in self.parts(k, w)] for k, w in enumerate(self.w)
         ]
-
-    def step(self, x, t, energy=oracle.log_cosh):
-        self.start = list(self.w)  # gradients are taken there, before any weights are brought back into their balls
-        return super().step(x, t, energy)
-
-    def loss_of(self, k, x, t, energy):
-        def loss(weight, biases):
-            w, b = [*self.start], [*self.b]
-            w[k], b[k] = weight, biases[0] if biases else self.b[k]
-            return energy(self.run(x, w, b)[1], t).mean()
-
-        return loss
 
     def is_head(self, k):
         return k == len(self.layers) - 1
@@ -63,64 +51,58 @@ class OrthogonalOnV(oracle.OnV):
         """The rows of each group."""
         return weight.detach().flatten(1).chunk(getattr(self.layers[k], "groups", 1))
 
-    def squared(self, k, x, t, energy):
-        return torch.ones(oracle.units(self.layers[k])).double()
-
     def frame(self, k, x, y, g2):
         """Half the whitening for convolutions, without their means; steps of plain size."""
         c, spread, fresh = super().frame(k, x, y, g2)
         half = isinstance(self.layers[k], nn.Conv2d)
         mu, alpha = (0 * c.mu, c.alpha.sqrt()) if half else (c.mu, c.alpha)
-        n = len(spread)
         variance = spread - self.damping / (1 + self.damping) * spread.mean()
         power = variance.sum() + (0 if self.carries[k] else mu @ mu)
         size = (power / (variance @ alpha**2)).sqrt()
-        bias = math.sqrt(1 + mu @ mu / n) / size
-        return oracle.Constants(mu, alpha, torch.full_like(c.beta, size), bias), spread, fresh
+        bias = math.sqrt(1 + mu @ mu / len(spread)) / size
+        self.constants[k] = oracle.Constants(mu, alpha, torch.full_like(c.beta, size), bias)
+        return self.constants[k], spread, fresh
 
-    def moved(self, k, c, x, t, energy):
-        layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
-        grads, leaves = oracle.gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
+    def steps(self, k, grads, v):
         if self.is_head(k):
-            steps = self.adamw(grads)
-        else:
-            matrix = torch.cat([grads[0].flatten(1), *(g.unsqueeze(1) for g in grads[1:])], dim=1)
-            shrunk = [min(1, r / p.norm()) * p for r, p in zip(self.radii[k], self.parts(k, self.w[k]), strict=True)]
-            self.w[k] = torch.cat(shrunk).view_as(self.w[k])
-            step = self.orthogonal(k, matrix, c)
-            columns = leaves[0][0].numel()
-            steps = [step[:, :columns].view_as(leaves[0]), *step[:, columns:].unbind(1)]
-        dw, db = oracle.to_w(layer, steps[0], steps[1:], c) if biases else (oracle.to_w_biasless(layer, *steps, c), [])
-        return self.w[k] + dw, [b + d for b, d in zip(biases, db, strict=True)]
+            return self.adamw(grads)
+        step = self.orthogonal(k, torch.cat([grads[0].flatten(1), *(g.unsqueeze(1) for g in grads[1:])], dim=1))
+        columns = v[0][0].numel()
+        return [step[:, :columns].view_as(v[0]), *step[:, columns:].unbind(1)]
+
+    def held(self, k, *args):
+        """Weights are brought back into their balls first."""
+        if not self.is_head(k):
+            pairs = zip(self.radii[k], self.parts(k, self.w[k]), strict=True)
+            self.w[k] = torch.cat([min(1, radius / p.norm()) * p for radius, p in pairs]).view_as(self.w[k])
+        return super().held(k, *args)
 
     def adamw(self, grads):
-        if not self.adam:
+        if self.adam is None:
             self.stand_ins = [nn.Parameter(torch.zeros_like(g)) for g in grads]
-            self.adam = [torch.optim.AdamW(self.stand_ins, self.plain_lr, betas=(0.9, 0.95), weight_decay=0)]
+            self.adam = torch.optim.AdamW(self.stand_ins, self.plain_lr, betas=(0.9, 0.95), weight_decay=0)
         for q, g in zip(self.stand_ins, grads, strict=True):
             q.data.zero_()
             q.grad = g
-        self.adam[0].step()
+        self.adam.step()
         return [q.detach().clone() for q in self.stand_ins]
 
-    def orthogonal(self, k, grad, c):
+    def orthogonal(self, k, grad):
         """One matrix for each group: Nesterov, polar factor, even lines, a step of lr times the weights' length."""
-        m, groups = self.momentum, getattr(self.layers[k], "groups", 1)
+        c, m, groups = self.constants[k], self.momentum, getattr(self.layers[k], "groups", 1)
         mean = m * (0 if self.buffers[k] is None else self.buffers[k]) + (1 - m) * grad
         self.buffers[k] = mean
-        steps = []
+        channels, kernel, steps = len(c.alpha) // groups, self.layers[k].weight[0, 0].numel(), []
         for g, matrix in enumerate(((1 - m) * grad + m * mean).chunk(groups)):
             factor = by_singular_values(matrix)
             dim = 1 if matrix.shape[0] >= matrix.shape[1] else 0
             square = 0.95 * self.squares.get((k, g), 0) + 0.05 * (factor**2).mean(dim, keepdim=True)
             self.squares[k, g] = square
             even = factor / square.clamp(min=1e-3 * square.mean()).sqrt()
-            channels = len(c.alpha) // groups
-            kernel = self.layers[k].weight[0, 0].numel()
             scale = (c.alpha[g * channels : (g + 1) * channels] * c.beta[0]).repeat_interleave(kernel)
-            length = (even[:, : len(scale)] * scale).norm()
-            wanted = max(self.parts(k, self.w[k])[g].norm(), 0.1 * self.radii[k][g])
-            steps.append(-self.lr * wanted / length * even)
+            norm, radius = self.parts(k, self.w[k])[g].norm(), self.radii[k][g]
+            wanted = max(min(norm, radius), 0.1 * radius)
+            steps.append(-self.lr * wanted / (even[:, : len(scale)] * scale).norm() * even)
         return torch.cat(steps)
 
 

@@ -1,5 +1,7 @@
 """Transformers' fused experts: stacked weights step like a layer for each expert."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,12 +9,9 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import evenstep
+import oracle
 from evenstep.model.experts import ExpertsKind, two_rows
-from helpers import PAPER, assert_all_moved, assert_same, every_optimizer
-
-
-def table(optimizer):
-    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
+from helpers import PAPER, assert_all_moved, coverage_of, every_optimizer, moved_by, randn, weights
 
 
 def gated(y, gate):
@@ -55,50 +54,15 @@ class Experts(nn.Module):
 Experts.forward.__module__ = "transformers.models.some_moe.modeling_some_moe"
 
 
-class Mixture(nn.Module):
-    """Sends each token to two of the experts."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x, index):
-        return self.experts(x, index, torch.full(index.shape, 0.5).to(x))
-
-
-def layers_of(stack, k):
-    """One expert of a stack, as layers of its own."""
-    found = []
-    for name in ("gate_up_proj" if stack.gate else "up_proj", "down_proj"):
-        weight, bias = getattr(stack, name)[k].detach(), getattr(stack, f"{name}_bias", None)
-        weight = weight.T if stack.is_transposed else weight
-        layer = nn.Linear(*weight.shape[::-1], bias=bias is not None).double()
-        layer.weight.data.copy_(weight)
-        if bias is not None:
-            layer.bias.data.copy_(bias[k])
-        found.append(layer)
-    return nn.ModuleList(found)
-
-
-class ApartExperts(nn.Module):
-    """The mixture with its experts as layers of their own."""
-
-    def __init__(self, stack):
-        super().__init__()
-        self.gate, self.parts = stack.gate, nn.ModuleList(layers_of(stack, k) for k in range(4))
-
-    def forward(self, x, index):
-        output = torch.zeros_like(x)
-        for k, (first, down) in enumerate(self.parts):
-            token = torch.where(index == k)[0]
-            output = output.index_add(0, token, 0.5 * down(gated(first(x[token]), self.gate)))
-        return output
+def mix(experts, x, index):
+    """Send each token to two of the experts."""
+    return experts(x, index, torch.full(index.shape, 0.5).to(x))
 
 
 def routed(tokens=24, experts=4):
     """Tokens of experts that differ in mean and scale, and two experts for each."""
     index = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)])
-    x = torch.randn(tokens, 3).double() * (1 + index.sum(1, keepdim=True)) + index[:, :1]
+    x = randn(tokens, 3) * (1 + index.sum(1, keepdim=True)) + index[:, :1]
     return x, index
 
 
@@ -110,33 +74,28 @@ STACKS = {
 }
 
 
-every_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
-
-
-@every_stack
-def test_fused_experts_step_like_experts_apart(stack):
-    """Undamped, since damping is relative to all experts: three steps equal those of a Linear for each expert."""
-    model = Mixture(Experts(**stack).double())
-    twin = ApartExperts(model.experts)
-    lr, names = 0.02, [name for name, _ in model.experts.named_parameters()]
-    optimizer = evenstep.WhitenedSGD(model, lr=lr, **PAPER)
-    treatments = {name: how for name, (how, _) in table(optimizer).items()}
-    assert treatments == {f"experts.{n}": "fan-in" if "down" in n else "whitened" for n in names}
-    assert table(optimizer)["experts.down_proj"][1] == "its input is not seen"
-    firsts, downs = (nn.ModuleList(layers) for layers in zip(*twin.parts, strict=True))
-    others = [
-        evenstep.WhitenedSGD(firsts.parameters(), lr=lr, model=twin, **PAPER),
-        evenstep.FanInSGD(downs, lr=lr),
-    ]
-    for _ in range(3):
-        x, index = routed()
-        for network, group in ((model, [optimizer]), (twin, others)):
-            network.zero_grad()
-            (network(x, index) - 1).square().mean().backward()
-            for each in group:
-                each.step()
-    for k, part in enumerate(twin.parts):
-        assert_same(part, layers_of(model.experts, k), rtol=1e-9, atol=1e-11)
+@pytest.mark.parametrize("stack", STACKS)
+def test_fused_experts_step_like_a_layer_for_each_expert(stack):
+    """Undamped, since damping is relative to all experts. The input of their second layer is not seen."""
+    model, (x, index) = Experts(**STACKS[stack]).double(), routed()
+    optimizer = evenstep.WhitenedSGD(model, lr=0.02, **PAPER)
+    for name, (treatment, reason) in coverage_of(optimizer).items():
+        assert treatment == ("fan-in" if "down" in name else "whitened")
+        assert ("its input is not seen" in reason) == ("down" in name)
+    moved = moved_by(optimizer, (mix(model, x, index) - 1).square().mean())
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
+        if "down" in name:
+            assert_close(moved[p], -0.02 * p.grad / math.sqrt(5))
+    first = "gate_up_proj" if model.gate else "up_proj"
+    weight, bias = parameters[first], parameters.get(f"{first}_bias")
+    for k in range(4):
+        grad, step = (t[k].T if model.is_transposed else t[k] for t in (weight.grad, moved[weight]))
+        biases = [] if bias is None else [bias.grad[k]]
+        dw, db = oracle.natural_gradient(grad, biases, x[(index == k).any(1)])
+        assert_close(step, -0.02 * dw)
+        if biases:
+            assert_close(moved[bias][k], -0.02 * db[0])
 
 
 @pytest.mark.feature("Transformers' fused experts")
@@ -144,40 +103,28 @@ def test_fused_experts_step_like_experts_apart(stack):
 def test_fused_experts_train_with_every_optimizer(case):
     """Also those that no token chooses in a step, and in every layout."""
     for stack in STACKS.values():
-        model = nn.ModuleList([nn.Linear(3, 3), Mixture(Experts(**stack))]).double()
+        model = nn.ModuleList([nn.Linear(3, 3), Experts(**stack)]).double()
         optimizer = case.build(model)
-        before = [p.detach().clone() for p in model.parameters()]
+        before = weights(model)
         for k in range(3):
             x, index = routed(experts=4 if k == 0 else 3)
-            optimizer.zero_grad()
-            model[1](model[0](x), index).square().mean().backward()
-            optimizer.step()
+            moved_by(optimizer, mix(model[1], model[0](x), index).square().mean())
         assert_all_moved(model, before)
 
 
-def test_an_expert_without_tokens_gets_the_moments_of_all_tokens():
-    model = Mixture(Experts().double())
-    optimizer = evenstep.WhitenedSGD(model)
-    x, index = routed(experts=3)
-    model(x, index).square().mean().backward()
-    optimizer.step()
-    state = optimizer.state[model.experts.gate_up_proj]
-    mean, var = state["mx"].view(4, 3), state["vx"].view(4, 3)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(autocast):
+    """Those of an expert without tokens are those of all tokens."""
+    model, (x, index) = Experts(), routed(experts=3)
+    optimizer, x = evenstep.WhitenedSGD(model), x.float() + 1000
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = mix(model, x, index).square().mean()
+    moved_by(optimizer, loss)
+    mean, var = (optimizer.state[model.gate_up_proj][key].view(4, 3).double() for key in ("mx", "vx"))
     for k in range(4):
-        own = x[(index == k).any(1)] if k < 3 else x
-        assert_close(mean[k], own.mean(0))
-        assert_close(var[k], own.var(0, correction=0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(dtype):
-    x, index = torch.randn(64, 3) + 1000, torch.randint(4, (64, 2))
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        rows = two_rows(x, index, 4).double().view(2, 4, 3)
-    for k in range(4):
-        own = x[(index == k).any(1)].double()
-        assert_close(rows.mean(0)[k], own.mean(0), rtol=1e-6, atol=0)
-        assert_close(rows.var(0, correction=0)[k], own.var(0, correction=0), rtol=1e-2, atol=0)
+        own = (x[(index == k).any(1)] if k < 3 else x).double()
+        assert_close(mean[k], own.mean(0), rtol=1e-6, atol=0)
+        assert_close(var[k], own.var(0, correction=0), rtol=1e-2, atol=0)
 
 
 def test_indices_beyond_the_experts_count_for_none():
@@ -188,36 +135,32 @@ def test_indices_beyond_the_experts_count_for_none():
 
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_experts_called_with_sequences_share_as_a_linear_does(by_keyword):
-    model, x = Experts().double(), torch.randn(5, 7, 3).double()
+    model, x = Experts().double(), randn(5, 7, 3)
     index = torch.randint(4, (35, 2))
-    kind = ExpertsKind()
     call = {"top_k_index": index, "top_k_weights": torch.ones(35, 2), "hidden_states": x}
     args, kwargs = ((), call) if by_keyword else ((x, index), {})
-    first, down = kind.look(model, args, kwargs, x, 0)
+    first, down = ExpertsKind().look(model, args, kwargs, x, 0)
     assert (first.examples, first.applied) == (down.examples, down.applied) == (5, 35)
     assert_close(first.x, two_rows(x, index, 4))
     assert down.x is None
 
 
-class OwnExperts(Experts):
-    """Experts with a user's own forward, which may compute anything."""
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        return super().forward(2 * hidden_states, top_k_index, top_k_weights)
+def on_twice_the_input(self, hidden_states, top_k_index, top_k_weights):
+    """A user's own forward, which may compute anything."""
+    return Experts.forward(self, 2 * hidden_states, top_k_index, top_k_weights)
 
 
-class FlatExperts(Experts):
-    """Experts whose input is sorted already, so that nothing tells which token goes where."""
-
-    def forward(self, hidden_states):
-        return hidden_states
+def on_sorted_input(self, hidden_states):
+    """Nothing tells which token goes where."""
+    return hidden_states
 
 
-FlatExperts.forward.__module__ = Experts.forward.__module__
+on_sorted_input.__module__ = Experts.forward.__module__
 
 
-@pytest.mark.parametrize("cls", [OwnExperts, FlatExperts, lambda: Experts(bias=True)])
-def test_experts_that_compute_something_else_are_plain(cls):
-    rows = table(evenstep.WhitenedSGD(nn.ModuleList([cls(), nn.Linear(2, 2)])))
-    name = type(cls()).__name__
-    assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", f"no whitened form for {name}")
+@pytest.mark.parametrize("forward", [on_twice_the_input, on_sorted_input, Experts.forward])
+def test_experts_that_compute_something_else_are_plain(forward):
+    """Nor are biases known that belong to weights laid out as in a Linear."""
+    experts = type("OddExperts", (Experts,), {"forward": forward})(bias=forward is Experts.forward)
+    rows = coverage_of(evenstep.WhitenedSGD(nn.ModuleList([experts, nn.Linear(2, 2)])))
+    assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", "no whitened form for OddExperts")

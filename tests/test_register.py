@@ -1,6 +1,7 @@
 """Layers of other packages: registered, known by name, built from known layers, or plain with a reason."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 import evenstep
+import oracle
 from evenstep.model import known_layers
-from helpers import PAPER, descend, every_optimizer, is_finite, still, weights
+from helpers import PAPER, Forward, coverage_of, descend, every_optimizer, is_finite, moved_by, randn, still, weights
 
 
 @pytest.fixture(autouse=True)
@@ -20,17 +22,13 @@ def forgetful(monkeypatch):
     monkeypatch.setattr(known_layers, "KINDS", dict(known_layers.KINDS))
 
 
-def table(optimizer):
-    return {row.parameter: (row.treatment, row.reason) for row in optimizer.coverage()}
-
-
 def train(model, optimizer, batches):
     for x in batches:
         descend(optimizer, model(x).square().sum())
 
 
 def some_batches(*shape):
-    return [torch.randn(*shape).double() + 1 for _ in range(3)]
+    return [1 + randn(*shape) for _ in range(3)]
 
 
 class OwnForward(nn.Linear):
@@ -54,30 +52,7 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
-class GraphLinear(nn.Module):
-    """As torch_geometric has it; the weight may get its shape from the first input."""
-
-    def __init__(self, inputs, units):
-        super().__init__()
-        self.units = units
-        if inputs > 0:
-            self.weight = nn.Parameter(torch.randn(units, inputs) / 2)
-        else:
-            self.weight = nn.parameter.UninitializedParameter()
-            self.hook = self.register_forward_pre_hook(self.initialize)
-        self.bias = nn.Parameter(torch.zeros(units))
-
-    @torch.no_grad()
-    def initialize(self, module, args):
-        self.weight.materialize((self.units, args[0].shape[-1]))
-        nn.init.normal_(self.weight)
-        self.hook.remove()
-
-    def forward(self, x):
-        return functional.linear(x, self.weight, self.bias)
-
-
-GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+GraphLinear = type("Linear", (OwnForward,), {"__module__": "torch_geometric.nn.dense.linear"})
 
 
 @every_optimizer
@@ -100,14 +75,11 @@ def test_a_layer_like_a_linear_steps_like_one(case, layer):
     for p, q in zip(like_linears(), twin.parameters(), strict=True):
         q.detach().copy_(p)
     optimizer, other = case.build(model), case.build(twin)
-    assert table(optimizer) == table(other)
+    assert coverage_of(optimizer) == coverage_of(other)
     batches = some_batches(5, 3, 4)
     train(model, optimizer, batches)
     train(twin, other, batches)
     assert_close(like_linears(), weights(twin))
-
-
-# registered
 
 
 class PerHead(nn.Module):
@@ -136,45 +108,32 @@ class PerHeadKind(evenstep.LayerKind):
         return [evenstep.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
-class Apart(nn.Module):
-    """PerHead as four Linears."""
-
-    def __init__(self, whole):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
-        with torch.no_grad():
-            for k, head in enumerate(self.heads):
-                head.weight.copy_(whole.weight[k].T)
-                head.bias.copy_(whole.bias[k])
-
-    def forward(self, x):
-        return torch.stack([head(x[:, k]) for k, head in enumerate(self.heads)], 1)
-
-
-@pytest.mark.parametrize(("cls", "keywords"), [(evenstep.WhitenedSGD, PAPER), (evenstep.FanInSGD, {})])
-def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for(cls, keywords):
-    """Undamped, since damping is relative to the mean variance of a layer: of all heads here, of each there."""
-    model, batches = PerHead().double(), some_batches(9, 4, 3)
-    twin = Apart(model)
+def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for():
+    """Undamped, since damping is relative to the mean variance of a layer: here of all heads."""
+    model, x = PerHead().double(), 1 + randn(9, 4, 3)
     evenstep.register_layer(PerHead, PerHeadKind())
-    train(model, cls(model, lr=0.05, **keywords), batches)
-    train(twin, cls(twin, lr=0.05, **keywords), batches)
-    for k, head in enumerate(twin.heads):
-        assert_close(model.weight[k].T, head.weight)
-        assert_close(model.bias[k], head.bias)
+    moved = moved_by(evenstep.WhitenedSGD(model, lr=0.05, **PAPER), model(x).square().sum())
+    for k in range(4):
+        dw, (db,) = oracle.natural_gradient(model.weight.grad[k].T, [model.bias.grad[k]], x[:, k])
+        assert_close(moved[model.weight][k].T, -0.05 * dw)
+        assert_close(moved[model.bias][k], -0.05 * db)
+    moved = moved_by(evenstep.FanInSGD(model, lr=0.05), model(x).square().sum())
+    for p in model.parameters():
+        assert_close(moved[p], -0.05 * p.grad / math.sqrt(3))
 
 
 def test_a_class_may_be_named_before_it_is_there():
     evenstep.register_layer(f"{__name__}.Later", nn.Linear)
     later = type("Later", (nn.Linear,), {"forward": OwnForward.forward, "__module__": __name__})
-    assert set(table(evenstep.UnitStep(later(2, 2))).values()) == {("whitened", "")}
+    assert set(coverage_of(evenstep.UnitStep(later(2, 2))).values()) == {("whitened", "")}
 
 
 def test_a_subclass_of_a_registered_class_with_a_forward_of_its_own_is_plain():
     evenstep.register_layer(OwnForward, nn.Linear)
     tripled = type("Tripled", (OwnForward,), {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)})
     model = nn.Sequential(tripled(2, 2), OwnForward(2, 2))
-    assert [how for how, _ in table(evenstep.UnitStep(model)).values()] == ["plain", "plain", "whitened", "whitened"]
+    treatments = [how for how, _ in coverage_of(evenstep.UnitStep(model)).values()]
+    assert treatments == ["plain", "plain", "whitened", "whitened"]
 
 
 @pytest.mark.parametrize(
@@ -193,64 +152,41 @@ def test_bad_registrations_are_named(layer, kind, message):
         evenstep.register_layer(layer, kind)
 
 
-class Flat(PerHeadKind):
-    def matrix(self, module, weight):
-        return weight.flatten(1)
-
-
-class Scrambled(PerHeadKind):
-    def unmatrix(self, module, matrix, weight):
-        return matrix.reshape(weight.shape)
-
-
-@pytest.mark.parametrize(("kind", "got"), [(Flat(), r"\[4, 6\]"), (Scrambled(), r"\[4, 2, 3, 1\]")])
-def test_a_kind_whose_layout_does_not_come_back_is_refused(kind, got):
-    evenstep.register_layer(PerHead, kind)
-    name = type(kind).__name__
-    message = rf"layer '0' \(PerHead\): {name}\.matrix must give .*got {got} for a weight of shape \[4, 3, 2\]"
+@pytest.mark.parametrize(
+    ("method", "function", "got"),
+    [
+        ("matrix", lambda self, module, weight: weight.flatten(1), r"\[4, 6\]"),
+        ("unmatrix", lambda self, module, matrix, weight: matrix.reshape(weight.shape), r"\[4, 2, 3, 1\]"),
+    ],
+)
+def test_a_kind_whose_layout_does_not_come_back_is_refused(method, function, got):
+    evenstep.register_layer(PerHead, type("Odd", (PerHeadKind,), {method: function})())
+    message = rf"layer '0' \(PerHead\): Odd\.matrix must give .*got {got} for a weight of shape \[4, 3, 2\]"
     with pytest.raises(ValueError, match=message):
         evenstep.UnitStep(nn.Sequential(PerHead()))
 
 
-# known by name, or built from known layers
-
-
-def test_conv1d_called_by_keyword():
-    model, x = Conv1D(4, 3).double(), torch.randn(5, 4).double()
-    optimizer = evenstep.UnitStep(model)
-    descend(optimizer, model(x=x).square().sum())
-    assert optimizer.state[model.weight]["mass"] > 0
-
-
-def test_a_lazy_torch_geometric_linear_is_covered_once_it_has_its_shape():
-    model, batches = nn.Sequential(GraphLinear(-1, 3)).double(), some_batches(5, 4)
+def test_a_lazy_layer_is_covered_once_it_has_its_shape():
+    model, x = nn.Sequential(nn.LazyLinear(3)).double(), randn(5, 4)
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not initialized yet; run one forward pass first"):
         evenstep.UnitStep(model)
-    model(batches[0])
-    optimizer = evenstep.UnitStep(model)
-    assert set(table(optimizer).values()) == {("whitened", "")}
-    train(model, optimizer, batches)
-    assert optimizer.state[model[0].weight]["mass"] > 0
+    model(x)
+    assert set(coverage_of(evenstep.UnitStep(model)).values()) == {("whitened", "")}
 
 
-class LoRA(nn.Module):
+def lora(inputs, units):
     """An adapter beside a frozen layer, as peft makes them."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    base = nn.Linear(inputs, units).requires_grad_(False)
+    adapter = {"down": nn.Linear(inputs, 2, bias=False), "up": nn.Linear(2, units, bias=False)}
+    return Forward(lambda self, x: self.base(x) + self.up(self.down(x)), base=base, **adapter)
 
 
 @pytest.mark.feature("LoRA adapters")
 @every_optimizer
 def test_adapters_train_and_what_they_adapt_stays(case):
-    model = nn.Sequential(LoRA(nn.Linear(4, 6)), nn.Tanh(), LoRA(nn.Linear(6, 2))).double()
+    model = nn.Sequential(lora(4, 6), nn.Tanh(), lora(6, 2)).double()
     optimizer = case.build(model)
-    rows = table(optimizer)
+    rows = coverage_of(optimizer)
     assert {how for name, (how, _) in rows.items() if "base" in name} == {"frozen"}
     expected = {"plain"} if case.cls is evenstep.BlockNaturalSGD else {"whitened", "canonical", "fan-in"}
     assert {how for name, (how, _) in rows.items() if "base" not in name} <= expected
@@ -259,58 +195,40 @@ def test_adapters_train_and_what_they_adapt_stays(case):
     assert still(model, before) == ["base" in name for name, _ in model.named_parameters()]
 
 
-# plain, and why
-
-
-@pytest.mark.feature("parametrized weights (weight_norm)")
-@every_optimizer
-def test_a_weight_that_is_computed_is_plain_with_its_bias(case):
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
-    optimizer = case.build(model)
-    rows = table(optimizer)
-    assert rows["0.bias"] == ("plain", "its layer's weight is computed")
-    for part in ("original0", "original1"):
-        assert rows[f"0.parametrizations.weight.{part}"] == ("plain", "its layer's weight is computed from it")
-    before = weights(model)
-    train(model, optimizer, some_batches(5, 4))
-    assert not any(still(model, before))
+NORMED = [
+    (parametrizations.weight_norm, ["parametrizations.weight.original0", "parametrizations.weight.original1"]),
+    (nn.utils.weight_norm, ["weight_g", "weight_v"]),
+]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-def test_the_older_weight_norm_says_so_too():
-    rows = table(evenstep.UnitStep(nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))))
-    assert rows["0.weight_g"] == rows["0.weight_v"] == ("plain", "its layer's weight is computed from it")
+@pytest.mark.feature("parametrized weights (weight_norm)")
+@pytest.mark.parametrize(("norm", "parts"), NORMED, ids=["new", "old"])
+@every_optimizer
+def test_a_weight_that_is_computed_is_plain_with_its_bias(case, norm, parts):
+    model = nn.Sequential(norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
+    optimizer, before = case.build(model), weights(model)
+    rows = coverage_of(optimizer)
     assert rows["0.bias"] == ("plain", "its layer's weight is computed")
-
-
-def quantized():
-    from torch.ao.nn import qat
-    from torch.ao.quantization import get_default_qat_qconfig
-
-    return nn.Sequential(qat.Linear(4, 3, qconfig=get_default_qat_qconfig()), nn.Linear(3, 2))
+    assert all(rows[f"0.{part}"] == ("plain", "its layer's weight is computed from it") for part in parts)
+    train(model, optimizer, some_batches(5, 4))
+    assert not any(still(model, before))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
 @pytest.mark.feature("quantization-aware modules")
 @every_optimizer
 def test_quantization_aware_layers_are_plain_until_registered(case):
-    model = quantized()
-    rows = table(case.build(model))
+    quantized = torch.ao.nn.qat.Linear(4, 3, qconfig=torch.ao.quantization.get_default_qat_qconfig())
+    model = nn.Sequential(quantized, nn.Linear(3, 2))
+    rows = coverage_of(case.build(model))
     assert rows["0.weight"] == ("plain", "torch.ao.nn.qat.modules.linear.Linear has a forward of its own")
     evenstep.register_layer(type(model[0]), nn.Linear)
     twin = copy.deepcopy(model)
     optimizer, before = case.build(twin), weights(twin)
-    assert table(optimizer)["0.weight"] == table(optimizer)["1.weight"]
+    assert coverage_of(optimizer)["0.weight"] == coverage_of(optimizer)["1.weight"]
     train(twin, optimizer, [x.float() for x in some_batches(5, 4)])
     assert is_finite(twin) and not any(still(twin, before))
-
-
-def test_functional_use_of_a_layer_warns():
-    """The weight is used without a call of the layer, so that no hook sees its input."""
-    layer = nn.Linear(3, 2)
-    optimizer = evenstep.UnitStep(layer)
-    with pytest.warns(UserWarning, match="has a gradient but saw no input"):
-        descend(optimizer, functional.linear(torch.randn(4, 3), layer.weight, layer.bias).sum())
 
 
 class Tower(nn.Module):
@@ -338,7 +256,7 @@ def test_a_kind_with_several_weights_is_written_with_public_names():
     model = Tower().double()
     optimizer = evenstep.WhitenedSGD(model)
     monitor = evenstep.CurvatureMonitor(optimizer)
-    assert [how for how, _ in table(optimizer).values()] == ["whitened", "whitened"]
+    assert [how for how, _ in coverage_of(optimizer).values()] == ["whitened", "whitened"]
     train(model, optimizer, some_batches(9, 4))
     assert optimizer.state[model.up]["mass"] > 0 and optimizer.state[model.down]["mass"] > 0
     assert {name.split("/")[0] for name in monitor.scalars()} == {"up", "down", "all"} == {*optimizer.fired(), "all"}
