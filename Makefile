@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-browser test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-slow test-gpu test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -13,9 +13,6 @@ test: .venv/.installed-dev
 
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 -m slow $(PYTEST_ARGS)
-
-test-browser: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -m browser tests/test_lab_browser.py
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu

@@ -24,7 +24,7 @@ def bars(count: int = 256) -> TensorDataset:
 
 
 class Classifier(lightning.LightningModule):
-    """The optimizer gets `self`, and `training_step` calls `self`: that is how one forward is told from the next."""
+    """The optimizer gets `self`, and `training_step` calls `self`, so that calls are counted per forward pass."""
 
     def __init__(self, steps: int = 64) -> None:
         super().__init__()

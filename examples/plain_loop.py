@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 
 
 def main(steps: int = 80) -> dict[str, float]:
-    """Train, and report the accuracy on images that were not seen."""
+    """Train, and report the accuracy on new images."""
     torch.manual_seed(0)
     model, (x, y) = network(), images()
     optimizer = evenstep.UnitStep(evenstep.decay_groups(model, 0.01), lr=0.05, model=model)
@@ -41,7 +41,7 @@ def main(steps: int = 80) -> dict[str, float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step == steps // 2:  # a checkpoint is what it is with any torch optimizer
+        if step == steps // 2:  # saved and loaded as with any torch optimizer
             file = io.BytesIO()
             torch.save(optimizer.state_dict(), file)
             file.seek(0)

@@ -1,6 +1,6 @@
 """UnitStep by its name in timm: register it once, create it by the string, attach it to the model.
 
-timm hands an optimizer parameters alone, so that it must be told of the model afterwards.
+timm gives an optimizer the parameters alone, so the model is attached afterwards.
 
     pip install timm && python examples/timm_example.py
 """

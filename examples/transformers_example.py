@@ -37,7 +37,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def arguments(folder: str, **options: Any) -> TrainingArguments:
-    """A short run on the CPU that reports to nobody."""
+    """A short run on the CPU without reports."""
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     run = {"per_device_train_batch_size": 32, "max_steps": 60, "warmup_steps": 5}
     return TrainingArguments(output_dir=folder, **{**quiet, **run, **options})

@@ -143,7 +143,7 @@ class NorMuon(OrthogonalRule):
     def state(self, momentum: float) -> Any:
         return {name: field for name, field in super().state(momentum).items() if name != "radius"}
 
-    def _radii(self, step: Any, ok: Tensor | None) -> list[Tensor]:
+    def _lengths(self, step: Any, ok: Tensor | None) -> list[Tensor]:
         return [torch.full((b.groups,), (b.units / b.groups) ** 0.5, device=b.weight.device) for b in step.blocks]
 
 
@@ -169,6 +169,8 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (variant((0, 0), (0, 0)), {}),
     "half-whitened": (variant((0.5, 0), (1, 1)), {}),
     "no-radius": (variant((0.5, 0), (1, 1), NorMuon()), {}),
+    "least-03": (variant((0.5, 0), (1, 1), OrthogonalRule(least=0.3)), {}),
+    "least-1": (variant((0.5, 0), (1, 1), OrthogonalRule(least=1.0)), {}),  # steps relative to the radius
     "five": (variant((1, 1), (1, 1), OrthogonalRule(steps=5)), {}),
     "three": (variant((1, 1), (1, 1), OrthogonalRule(steps=3)), {}),
     "no-head": (EvenStep, {"head": None}),

@@ -2,10 +2,10 @@
 
     python scripts/unnormalized.py --processes 16 --out results/unnormalized.jsonl
 
-Each task is trained by AdamW at 1e-3, by `UnitStep` and by `Whitened(AdamW)` at their default lr, with linear decay to
-zero, on one thread. A method passes a task if its held-out loss, a mean over seeds, is at most twice AdamW's plus 1 %
-of the loss before training. Inputs are raw on purpose. Targets are of unit scale, except for `dqn`, whose returns are
-about ten times the rewards.
+Each task is trained by AdamW at 1e-3, and by `EvenStep`, `UnitStep` and `Whitened(AdamW)` at their default lr, with
+linear decay to zero, on one thread. A method passes a task if its held-out loss, a mean over seeds, is at most twice
+AdamW's plus 1 % of the loss before training. Inputs are raw on purpose. Targets are of unit scale, except for `dqn`,
+whose returns are about ten times the rewards. Trainings that the file has are not run again.
 """
 
 import argparse
@@ -191,6 +191,7 @@ TASKS = {name: partial(regression, raw) for name, raw in RAW.items()} | {
 }
 METHODS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "EvenStep": evenstep.EvenStep,
     "UnitStep": evenstep.UnitStep,
     "Whitened(AdamW)": lambda model: evenstep.Whitened(model, torch.optim.AdamW, lr=1e-3),
 }
@@ -238,20 +239,33 @@ def table(found: Losses) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def key(record: records.Record) -> tuple[str, str, int]:
+    """The task, method and seed of a record."""
+    return record["config"]["task"], record["config"]["method"], record["seed"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="append a record of each training to this file")
-    args, found = parser.parse_args(), {}
+    parser.add_argument("--out", type=Path, help="append a record of each training that this file does not have yet")
+    args = parser.parse_args()
     jobs = list(itertools.product(args.tasks, METHODS, args.seeds))
+    before = records.read(args.out) if args.out and args.out.exists() else []
+    known = {key(record): record["metrics"] for record in before}
+    missing = [job for job in jobs if job not in known]
     with get_context("spawn").Pool(args.processes, torch.set_num_threads, [1]) as pool:
-        for (task, method, seed), losses in zip(jobs, pool.imap(train, jobs), strict=True):
-            found.setdefault((task, method), []).append(losses)
+        for job, losses in zip(missing, pool.imap(train, missing), strict=True):
+            known[job] = losses
+            print(f"{' '.join(map(str, job))}: {losses['held_out']:.3g}", flush=True)
             if args.out:
+                task, method, seed = job
                 config = {"study": "unnormalized", "task": task, "method": method}
                 records.append(args.out, records.make(config, seed, losses))
+    found: Losses = {}
+    for job in jobs:
+        found.setdefault(job[:2], []).append(known[job])
     print(table(found))
 
 

@@ -60,6 +60,10 @@ OPTIMIZERS = {
     ),
     "evenstep": OptimizerCase(evenstep.UnitStep, {"lr": 0.02}),
     "evenstep-decayed": OptimizerCase(evenstep.UnitStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
+    "orthogonal": OptimizerCase(evenstep.EvenStep, {"lr": 0.02}),
+    "orthogonal-decayed": OptimizerCase(
+        evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.8, "head": None, "plain_lr": None}
+    ),
     "whitened-sgd": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
     ),
@@ -71,6 +75,8 @@ OPTIMIZERS = {
     "network-unbounded": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "network", "bounded": False}),
     "unit-unbounded": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "unit", "bounded": False}),
 }
+
+RUNS_TORCH_RULES = (evenstep.Whitened, evenstep.EvenStep)  # which keep their step counts on the host
 
 # optimizers for `helpers.Net`, at stepsizes that keep rounding small: the fused step serves those written by hand on
 # every device, and torch's rules where there are kernels

@@ -16,7 +16,7 @@ import torch
 import evenstep
 
 TESTS = Path(__file__).parent
-EXTRAS = ["hypothesis", "expecttest", "tyro", "rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna"]
+EXTRAS = ["hypothesis", "expecttest", "matplotlib", "PIL", "numpy", "jinja2", "optuna"]
 MISSING = [name for name in EXTRAS if find_spec(name) is None]
 collect_ignore = ["integrations"]  # needs packages of its own: run by `make test-integrations`
 if MISSING:  # a machine lent for its GPU has few packages: collect files with GPU tests that import none of these

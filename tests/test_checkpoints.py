@@ -11,6 +11,7 @@ from torch import nn
 
 import evenstep
 from cases import OPTIMIZERS
+from evenstep import even_step
 from evenstep.torch_optimizer import checkpoint as checkpoints
 from helpers import assert_same, every_optimizer, is_finite, moved_by, same, through_a_file
 
@@ -339,3 +340,10 @@ def test_groups_that_kept_the_ratio_of_plain_stepsizes_load(plain_lr, ratio):
     assert loaded["plain_at"] == 0.5 and "plain_ratio" not in loaded
     moved = moved_by(optimizer, model(torch.randn(4, 3)).sum())[model[1].bias]
     torch.testing.assert_close(moved, -(plain_lr or 0.5) * model[1].bias.grad)
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "fixtures").glob("format-[01].pt")), ids=lambda path: path.stem)
+def test_the_even_step_of_version_0_1_is_sent_to_unit_step(path):
+    run = torch.load(path, weights_only=True)["evenstep"]
+    model = maker.network()
+    assert_refused(model, even_step.EvenStep(model), run["state_dict"], "0.1's EvenStep is UnitStep now: load it into")

@@ -12,26 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from evenstep.lab import (
     checkpoint,
     cli,
     data,
-    diagnosis,
     experiments,
     records,
     reproduce,
     reproduction,
     trial,
     usage,
-    user_code,
 )
 from evenstep.lab.commands import COMMANDS, run_reproduction, run_sweep, shared
-from evenstep.lab.methods import METHODS
-from evenstep.lab.models import paper_cnn
 from evenstep.lab.trial import Trial
 from small_images import small_arrays
 
@@ -149,18 +143,6 @@ def test_what_cannot_be_done_is_one_line(arguments, message, capsys):
     assert message in refused(capsys, *arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["demo"], ["sweep"], ["train"], ["reproduce", "fig1"], ["doctor", "m.py:build"]])
-def test_cuda_without_a_gpu_is_refused(command, capsys, tmp_path):
-    out = [] if command[0] == "doctor" else ["--out", tmp_path]
-    assert "try --device cpu" in refused(capsys, *command, "--device", "cuda", *out)
-
-
-@pytest.mark.parametrize("command", [["sweep"], ["train"], ["reproduce", "fig1"]])
-def test_unwritable_out_is_refused(command, capsys, few_images):
-    assert "cannot be written" in refused(capsys, *command, "--out", __file__)
-
-
 def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefghij" * 1000)
     told = refused(capsys, "sweep", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
@@ -206,44 +188,16 @@ def test_a_fault_of_ours_is_not_taken_for_the_users(monkeypatch):
         shared.try_out(Trial("sg", 0.1, model_options={"width": 2}), arrays)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_passes_the_trial_step_which_draws_no_random_number(method):
-    before = torch.get_rng_state()
-    shared.try_out(Trial(method, METHODS[method].stepsizes[-1]), small_arrays(count=10, channels=1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
-def test_no_command_whatever_it_is_called_ends_in_a_traceback(name):
-    if name not in (*COMMANDS, "-h", "--help"):
-        with pytest.raises(usage.UsageError, match="no command is called"):
-            cli.run([name])
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_names_its_flags(command, capsys):
     assert call(command, "--help") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: evenstep {command}")
+    assert shown.startswith(f"usage: evenstep {command}") and "(default: )" not in shown and ": None)" not in shown
+    assert ("(required)" in shown) == (command in ("reproduce", "report", "doctor"))
     if command not in ("report", "doctor"):
         assert {"--records" if command == "bench" else "--out", "--device", "--seed"} <= set(
             re.findall(r"--[a-z-]+", shown)
         )
-
-
-def test_help_names_each_command(capsys):
-    assert call("--help") == 0
-    assert set(COMMANDS) <= set(re.findall(r"[a-z]+", capsys.readouterr().out))
-
-
-def test_help_says_what_is_required_and_what_has_a_default(capsys):
-    needing = []
-    for command in COMMANDS:
-        assert call(command, "--help") == 0
-        shown = capsys.readouterr().out
-        needing += [command] if "(required)" in shown else []
-        assert "(default: )" not in shown and "(default: None)" not in shown
-    assert needing == ["reproduce", "report", "doctor"]
 
 
 def test_a_reader_that_has_enough_is_no_error():
@@ -254,15 +208,6 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_errors_are_the_same_in_any_terminal(encoding):
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-m", "evenstep", "demo", "--epochs", "many"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "evenstep: --epochs must be a whole number; got 'many'; see evenstep demo --help\n"
 
 
 # sweep
@@ -278,15 +223,8 @@ def test_sweep_runs_the_grid_and_ends_with_the_report(tmp_path, few_images, caps
     }
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}" and "8/8" in shown
-
-
-def test_sweep_runs_only_what_is_missing(tmp_path, few_images, capsys):
-    call(*SWEEP, "--out", tmp_path)
-    before = (tmp_path / "records.jsonl").read_text()
-    assert call(*SWEEP, "--seeds", "0", "1", "--out", tmp_path) == 0
-    after = (tmp_path / "records.jsonl").read_text()
-    assert after.startswith(before) and len(after.splitlines()) == 8
-    assert "4 of 8 runs are in" in capsys.readouterr().out
+    assert call(*SWEEP, "--seeds", "0", "1", "2", "--out", tmp_path) == 0
+    assert "8 of 12 runs are in" in capsys.readouterr().out
 
 
 def test_sweep_without_stepsizes_takes_each_methods_own():
@@ -311,16 +249,6 @@ def image_folder(path):
     return path
 
 
-def test_a_study_of_another_configuration_is_refused(tmp_path, few_images, capsys):
-    pytest.importorskip("optuna")
-    study_of = ("--study", f"sqlite:///{tmp_path}/study.db")
-    assert call(*SWEEP, *study_of, "--out", tmp_path / "a") == 0
-    assert call(*SWEEP, *study_of, "--out", tmp_path / "b") == 0  # all is done, and in the study
-    assert len(records.read(tmp_path / "b" / "records.jsonl")) == 4
-    capsys.readouterr()
-    assert "holds another sweep" in refused(capsys, *SWEEP, "--seeds", "7", *study_of, "--out", tmp_path / "c")
-
-
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     images, out = image_folder(tmp_path / "images"), tmp_path / "out"
     words = ["sweep", "--out", str(out), "--data", str(images), "--epochs", "40", "--methods", "sg", "--seeds"]
@@ -340,21 +268,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     assert call(*words, "0") == 0 and file.read_text().startswith(kept)
     first = [r["config"] for r in records.read(file) if r["seed"] == 0]
     assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
-
-
-def test_a_line_that_was_not_written_whole_is_mended_and_told(tmp_path, few_images, capsys):
-    call(*SWEEP, "--out", tmp_path)
-    file = tmp_path / "records.jsonl"
-    file.write_text(file.read_text()[:-50])
-    assert call(*SWEEP, "--out", tmp_path) == 0
-    assert len(records.read(file)) == 4
-    shown = capsys.readouterr().out
-    assert "was not written whole" in shown and "3 of 4 runs are in" in shown
-
-
-def test_a_broken_line_in_the_middle_is_refused(tmp_path, few_images, capsys):
-    (tmp_path / "records.jsonl").write_text("nonsense\n{}\n")
-    assert "records.jsonl, line 1: not a record" in refused(capsys, *SWEEP, "--out", tmp_path)
 
 
 # train
@@ -394,25 +307,6 @@ def test_training_that_is_interrupted_goes_on_bit_for_bit(method, tmp_path):
         assert torch.equal(p, q)
 
 
-@pytest.mark.slow
-def test_train_under_torchrun_is_one_training(tmp_path):
-    images, environment = (
-        image_folder(tmp_path / "images"),
-        {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
-    )
-    words = ["train", "--method", "sg", "--lr", "0.1", "--epochs", "2", "--batch-size", "4", "--data", str(images)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "evenstep", *words]
-    for _ in range(2):  # the second time all is done
-        command = [*launch, "--out", str(tmp_path / "two")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.count("Report: ") == 1
-    assert call(*words, "--out", tmp_path / "one") == 0
-    [two], [one] = (records.read(tmp_path / name / "records.jsonl") for name in ("two", "one"))
-    assert two["environment"]["processes"] == 2 and two["config"] == one["config"]
-    losses = [[row["train_loss"] for row in record["metrics"]] for record in (two, one)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, capsys):
     command = ("train", "--epochs", "2", "--batch-size", "10", "--out", tmp_path)
     assert call(*command) == 0 and call(*command) == 0
@@ -420,6 +314,7 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
     assert record["config"]["method"] == "unitstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
+    assert call("report", tmp_path, "--markdown") == 0 and "| UnitStep | 0.05 |" in capsys.readouterr().out
 
 
 def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):
@@ -444,16 +339,6 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, few_images, 
     assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", None])
-def test_a_damaged_checkpoint_is_refused(content, tmp_path, few_images, capsys):
-    path = tmp_path / "checkpoint.pt"
-    if content is None:
-        torch.save({"something": "else"}, path)
-    else:
-        path.write_bytes(content)
-    assert f"{path} is not a checkpoint" in refused(capsys, "train", "--epochs", "1", "--out", tmp_path)
-
-
 CHANGES = {
     "model": lambda saved: saved.pop("model"),
     "shape": lambda saved: saved["model"].update({"0.weight": torch.zeros(3, 3)}),
@@ -466,7 +351,6 @@ CHANGES = {
     "row": lambda saved: saved["rows"][0].pop("diverged"),
     "many rows": lambda saved: saved.update(rows=9 * saved["rows"]),
     "text": lambda saved: saved.update(config="{half"),
-    "list": lambda saved: saved.update(config="[]"),
     "none": lambda saved: saved.update(config=None),
 }
 
@@ -524,29 +408,6 @@ def test_what_stands_in_the_way_of_a_file_is_one_line(command, name, tmp_path, f
     assert told in [f"evenstep: {tmp_path / name}: {why}" for why in ("Is a directory", "File exists")]
 
 
-def test_only_what_the_system_refuses_is_one_line(monkeypatch):
-    def wrong(arguments):
-        raise KeyError("a fault of ours")
-
-    monkeypatch.setattr(cli, "run", wrong)
-    with pytest.raises(KeyError):
-        cli.main(["demo"])
-
-
-@pytest.mark.parametrize(
-    "command", [("sweep", "--data"), ("train", "--data"), ("report",), ("doctor",), ("demo", "--out")]
-)
-def test_names_that_are_too_long_are_one_line(command, capsys, tmp_path):
-    name = tmp_path / ("x" * 300 + (".py:build" if command[0] == "doctor" else ""))
-    assert "File name too long" in refused(capsys, *command, name)
-
-
-@pytest.mark.parametrize("command", [("train",), SWEEP])
-def test_blank_lines_among_records_do_no_harm(command, tmp_path, few_images):
-    (tmp_path / "records.jsonl").write_bytes(b"\n" + json.dumps({"config": {"name": "x"}}).encode() + b"\n\n")
-    assert call(*command, "--epochs", "1", "--out", tmp_path) == 0
-
-
 @pytest.mark.parametrize("line", [b"nonsense", b"7", b'{"config": {"name": "\xff"}}'])
 @pytest.mark.parametrize("command", [("train",), SWEEP])
 def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path, few_images, capsys):
@@ -557,42 +418,18 @@ def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path,
     assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_train_mends_a_line_cut_short_and_says_so(tmp_path, few_images, capsys):
-    (tmp_path / "records.jsonl").write_bytes(b'{"config": {"na')
-    assert call("train", "--epochs", "1", "--out", tmp_path) == 0
-    assert "line 1 was not written whole; it was moved to records.jsonl.damaged" in capsys.readouterr().out
-    assert len(records.read(tmp_path / "records.jsonl")) == 1
-
-
-def test_a_run_that_diverges_ends_early(tmp_path, few_images):
-    assert call("train", "--method", "sg", "--lr", "1e30", "--epochs", "9", "--out", tmp_path) == 0
-    rows = records.read(tmp_path / "records.jsonl")[0]["metrics"]
-    assert rows[-1]["diverged"] and len(rows) < 9
-
-
 # report
-
-
-def test_report_tells_of_faults_and_goes_on(tmp_path, capsys):
-    (tmp_path / "records.jsonl").write_text("nonsense\n")
-    assert call("report", tmp_path) == 0
-    told = capsys.readouterr()
-    assert "records.jsonl, line 1: not a record" in told.err and told.out == f"Report: {tmp_path / 'report.html'}\n"
 
 
 def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.jsonl").mkdir()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "verdicts.json").mkdir()
+    assert call("report", tmp_path) == 0
+    (tmp_path / "c.jsonl").write_text("nonsense\n")
     assert call("report", tmp_path) == 0
     told = capsys.readouterr().err
+    assert "c.jsonl, line 1: not a record" in told
     assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
-
-
-def test_a_file_in_place_of_tensorboards_folder_is_told_by_its_flag(tmp_path, capsys):
-    records.append(tmp_path / "records.jsonl", {"config": {"name": "x"}})
-    told = refused(capsys, "report", tmp_path, "--tensorboard", tmp_path / "records.jsonl")
-    assert f"--tensorboard {tmp_path / 'records.jsonl'} cannot be written (File exists)" in told
 
 
 def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
@@ -631,7 +468,7 @@ def instant(monkeypatch):
         section, text = "§1", "It works."
 
         def judge(self, found):
-            return (True, f"{len(found)} record")
+            return experiments.Verdict(True, f"{len(found)} record")
 
     ends = {"left": [], "raises": None}
 
@@ -643,7 +480,7 @@ def instant(monkeypatch):
             raise ends["raises"]
         return ends["left"]
 
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fig1": SimpleNamespace(CLAIMS=[Claim()])})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=[Claim()]))
     monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
     monkeypatch.setattr(reproduction, "write", lambda source, target, names: [])
     return ends
@@ -652,19 +489,13 @@ def instant(monkeypatch):
 def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, instant, capsys):
     assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
     shown = capsys.readouterr().out
-    assert "fig1: It works. (§1)\n  held. 1 record\n" in shown
+    assert "fig1: It works. (§1)\n  held. 1 record\n" in shown and "16/16" in shown
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
     assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_bar_of_reproduce_is_full_when_all_is_done(tmp_path, instant, capsys):
-    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0 and "16/16" in capsys.readouterr().out
-    instant["left"] = ["fig1"]
-    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 3 and "15/16" in capsys.readouterr().out
-
-
 FOREIGN = {
-    "half": ('{"config": {"half a rec', "fig2.jsonl, line 1 was not written whole; it was moved to fig2.jsonl.damaged"),
+    "half": ('{"config": {"half a rec', "fig2 is left out: {path}, line 1: not a record"),
     "junk": ("nonsense\n", "fig2 is left out: {path}, line 1: not a record"),
     "no configuration": ("7\n", "fig2 is left out: {path}, line 1: not a record: no configuration in it"),
     "no options": (
@@ -688,40 +519,20 @@ def test_another_experiments_damaged_file_stops_no_verdict(kind, tmp_path, capsy
     told = capsys.readouterr()
     shown = " ".join(told.out.split())
     assert message.format(path=path) in shown and "fig1: " in shown and "Report: " in shown and not told.err
-    assert (tmp_path / "figures" / "fig1.svg").exists() and (tmp_path / "verdicts.json").exists()
-    if kind == "half":
-        assert (tmp_path / "fig2.jsonl.damaged").read_text() == content + "\n" and path.read_text() == ""
-    elif content is not None:
-        assert path.read_text() == content
-
-
-@pytest.mark.parametrize("kind", [kind for kind in FOREIGN if kind != "half"])
-def test_a_foreign_file_is_refused_where_it_is_asked_for(kind, tmp_path, capsys):
-    content, message = FOREIGN[kind]
-    path = tmp_path / "fig2.jsonl"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_text(content)
-    told = refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
-    assert message.format(path=path).removeprefix("fig2 is left out: ") in told
-    assert not (tmp_path / "fig1.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", ["verdicts.json", "report.html", "figures", "reproduction.md"])
-def test_what_stands_in_the_way_of_a_reproduction_is_one_line(name, tmp_path, capsys):
-    if name == "figures":
-        (tmp_path / name).touch()
-    else:
-        (tmp_path / name).mkdir()
-    assert str(tmp_path / name) in refused(capsys, "reproduce", "fig1", "--quick", "--out", tmp_path)
+    assert (tmp_path / "figures" / "fig1.svg").exists() and (content is None or path.read_text() == content)
+    if kind != "half":  # which would be repaired
+        (tmp_path / "fig1.jsonl").unlink()
+        told = refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
+        assert message.format(path=path).removeprefix("fig2 is left out: ") in told
+        assert not (tmp_path / "fig1.jsonl").exists()
 
 
 @pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])
 def test_reproduce_that_ends_early_says_how_to_go_on(change, code, tmp_path, instant, capsys):
     instant.update(change)
     assert call("reproduce", "fig1", "--out", tmp_path) == code
-    assert "the same command goes on with the rest" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the same command goes on with the rest" in shown and "15/16" in shown
 
 
 # doctor
@@ -742,12 +553,6 @@ def test_doctor_shows_coverage_memory_and_time(model_file, capsys):
     floats = {m[0].strip(): float(m[1]) for m in re.findall(r"^  ([A-Za-z ]+?) +([\d.]+) +[\d.e-]+$", shown, re.M)}
     assert floats["SGD with momentum"] == 1.0 and floats["AdamW"] == 2.0 and 1.0 < floats["UnitStep"] < 2.0
     assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
-
-
-def test_doctor_without_input_says_how_to_time_a_step(model_file, capsys):
-    assert call("doctor", f"{model_file}:build") == 0
-    shown = capsys.readouterr().out
-    assert "UnitStep" in shown and "give --input SHAPE" in shown
 
 
 def test_doctor_takes_inputs_from_the_file(model_file, capsys):
@@ -814,17 +619,3 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys
     assert "model.py:3: SyntaxError: " in refused(capsys, "doctor", f"{model_file}:build")
     model_file.write_text("import torch\nimport no_such_module\n")
     assert "model.py:2: ModuleNotFoundError: " in refused(capsys, "doctor", f"{model_file}:build")
-
-
-def test_doctor_counts_what_a_step_does():
-    model = paper_cnn(channels=1)
-    coverage = __import__("evenstep").UnitStep(model).coverage()
-    x = torch.randn(4, 1, 32, 32)
-    found = diagnosis.cost(model, coverage, lambda it: user_code.scalar(it(x)))
-    inputs = 4 * (32 * 32 + 6 * 14 * 14 + 400 + 120 + 84)
-    assert found.read == 4 * inputs and found.added == diagnosis.SUMS * inputs
-    weights = {"0": 28 * 28, "3": 10 * 10, "7": 1, "9": 1, "11": 1}
-    macs = 4 * sum(model.get_submodule(k).weight.numel() * places for k, places in weights.items())
-    first = 4 * model[0].weight.numel() * 28 * 28  # whose input needs no gradient
-    assert found.flops == 2 * (3 * macs - first)
-    assert all(p.grad is None for p in model.parameters())

@@ -20,7 +20,7 @@ from evenstep.lab.experiments import EXPERIMENTS, Options, Session, coupling, fi
 from evenstep.lab.experiments import session as sessions
 from evenstep.lab.experiments.session import finished, images, kept
 from evenstep.lab.methods import METHODS
-from evenstep.lab.models import L2Term, alexnet
+from evenstep.lab.models import L2Term
 from evenstep.lab.usage import UsageError
 
 QUICK = Options(quick=True)
@@ -151,20 +151,6 @@ def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
 # budget, names, command line
 
 
-def test_the_clock_begins_nothing_that_would_end_too_late(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
-    seen = []
-    clock = reproduce.Clock(100, lambda *what: seen.append(what))
-    for moment in (0, 10, 50, 60):  # the longest piece takes 40
-        now[0] = moment
-        clock("piece", 0, 1)
-    now[0] = 61
-    with pytest.raises(reproduce.OutOfTime):
-        clock("piece", 0, 1)
-    assert len(seen) == 4
-
-
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
         def run(session):
@@ -178,18 +164,8 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.time, "perf_counter", lambda: now[0])
     for name in EXPERIMENTS:
         monkeypatch.setattr(EXPERIMENTS[name], "run", slow(name))
-    left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=100)
+    left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=80)
     assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_budget_lets_begun_trainings_end(tmp_path):
-    def progress(what, done, total):
-        if done == 3:
-            raise reproduce.OutOfTime
-
-    with pytest.raises(reproduce.OutOfTime):
-        fig2.run(Session(QUICK, tmp_path / "fig2.jsonl", "cpu", progress))
-    assert len(finished(tmp_path / "fig2.jsonl")) == 3
 
 
 # the page
@@ -333,12 +309,6 @@ def test_l2_is_a_term_of_the_loss():
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert torch.equal(model.eval()(x), twin(x))
-
-
-def test_alexnet_has_eight_layers():
-    model = alexnet(3, width=4, classes=7)
-    assert [p.shape[0] for p in model.parameters() if p.dim() > 1] == [4, 12, 24, 16, 16, 64, 64, 7]
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
 
 
 # tuning, with trainings that are made up

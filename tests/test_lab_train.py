@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import identity, reading, records, trial
+from evenstep.lab import identity, reading, records, sweep, trial
 from evenstep.lab.commands import run_training, shared
+from evenstep.lab.data import Text
 from evenstep.lab.evaluate import evaluate
+from evenstep.lab.loader import epoch_batches
 from evenstep.lab.methods import METHODS
-from evenstep.lab.models import deep_net, paper_cnn
-from evenstep.lab.train import linear_decay, train
-from evenstep.lab.trial import Trial, run
+from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
+from evenstep.lab.train import Training, linear_decay
+from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from small_images import small_arrays
 
@@ -23,12 +25,26 @@ def tiny_model(channels=3):
     return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16 * channels, 8), nn.ReLU(), nn.Linear(8, 10))
 
 
+def trained(*what, **settings):
+    return Training(*what, **settings).finish()
+
+
+def run(one, data):
+    return next(sweep.side_by_side([one], data))
+
+
 def test_paper_cnn_is_the_papers():
     model = paper_cnn(channels=3)
     shapes = [tuple(p.shape) for p in model.parameters() if p.dim() > 1]
     assert shapes == [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert paper_cnn(1, width=2)(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
+
+
+def test_alexnet_has_eight_layers():
+    model = alexnet(3, width=4, classes=7)
+    assert [p.shape[0] for p in model.parameters() if p.dim() > 1] == [4, 12, 24, 16, 16, 64, 64, 7]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
 
 
 def test_deep_net_has_nine_layers():
@@ -54,7 +70,7 @@ def test_training_equals_an_explicit_loop():
     torch.manual_seed(0)
     model, twin = tiny_model(), tiny_model()
     twin.load_state_dict(model.state_dict())
-    rows = train(model, torch.optim.SGD(model.parameters(), lr=0.1), arrays, epochs=2, batch_size=4, seed=5)
+    rows = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), arrays, epochs=2, batch_size=4, seed=5)
 
     generator = torch.Generator().manual_seed(5)
     x = (arrays.train_x.float() - arrays.mean_std[0]) / arrays.mean_std[1]
@@ -72,29 +88,18 @@ def test_training_equals_an_explicit_loop():
         torch.testing.assert_close(p, q)
 
 
-def test_callbacks_and_schedule_see_every_step():
-    arrays, model = small_arrays(count=10), tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    steps, epochs, rates = [], [], []
-    train(
-        model,
-        optimizer,
-        arrays,
-        epochs=2,
-        batch_size=5,
-        seed=0,
-        on_epoch=lambda row: epochs.append(row["epoch"]),
-        on_step=lambda step, loss: (steps.append(step), rates.append(optimizer.param_groups[0]["lr"])),
-        schedule=linear_decay,
-        augment=True,
-    )
-    assert steps == [0, 1, 2, 3] and epochs == [1, 2]
-    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
+def test_the_schedule_is_applied_at_every_step():
+    model = tiny_model()
+    optimizer, epochs = torch.optim.SGD(model.parameters(), lr=0.5), []
+    settings = {"epochs": 2, "batch_size": 5, "seed": 0, "augment": True, "schedule": linear_decay}
+    training = Training(model, optimizer, small_arrays(count=10), **settings)
+    rates = [optimizer.param_groups[0]["lr"] for _ in training.run(lambda row: epochs.append(row["epoch"]))]
+    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125]) and epochs == [1, 2]
 
 
 def test_divergence_ends_training_and_is_marked():
     arrays, model = small_arrays(), tiny_model()
-    rows = train(model, torch.optim.SGD(model.parameters(), lr=1e30), arrays, epochs=5, batch_size=2, seed=0)
+    rows = trained(model, torch.optim.SGD(model.parameters(), lr=1e30), arrays, epochs=5, batch_size=2, seed=0)
     assert rows[-1]["diverged"] and len(rows) < 5
     assert not any(row["diverged"] for row in rows[:-1])
 
@@ -115,6 +120,16 @@ def test_evaluation_measures_loss_accuracy_and_dead_units():
     assert result["test_loss"] == pytest.approx(functional.cross_entropy(output, arrays.test_y).item(), rel=1e-5)
 
 
+def test_text_comes_in_windows_and_is_evaluated_by_characters():
+    text = Text(torch.arange(900) % 7, torch.arange(300) % 7, "alphabet", "abcdefg")
+    x, y = next(epoch_batches(text, 3, torch.Generator().manual_seed(0)))
+    assert x.shape == (3, 128) and torch.equal(y, (x + 1) % 7)
+    found = evaluate(MODELS["transformer"](text.channels), text)
+    assert found["test_loss"] == pytest.approx(math.log(7), abs=0.7) and 0 <= found["test_accuracy"] <= 1
+    with pytest.raises(ValueError, match="no batch-norm version"):
+        MODELS["transformer"](7, batch_norm=True)
+
+
 def test_evaluation_of_a_net_without_relu():
     assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), small_arrays())["dead_share"] == 0.0
 
@@ -127,25 +142,6 @@ def test_records_survive_the_file_with_null_for_nan(tmp_path):
     assert records.read(path) == [made, made] and len(path.read_text().splitlines()) == 2
     assert made["metrics"][0]["train_loss"] is None and made["config"]["grid"] == [1, 2] and made["seed"] == 3
     assert {"torch", "device", "threads"} <= made["environment"].keys() and {"commit", "time"} <= made.keys()
-
-
-def test_a_broken_record_is_named(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"config": {}}\n{"a": \n')
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a record"):
-        records.read(path)
-
-
-@pytest.mark.parametrize("line", [b"3", b'{"a": 1}', b'{"config": {"a": "\xff"}}', b"[" * 100_000])
-def test_lines_that_are_no_records_are_refused_by_both_readers(line, tmp_path):
-    path, found = tmp_path / "records.jsonl", reading.Reading()
-    path.write_bytes(b'{"config": {}}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 3: not a record"):
-        records.read(path)
-    reading.read_file(path, "it", found)
-    assert len(found.faults) == 1 and found.faults[0].startswith("it, line 3: not a record")
-    with pytest.raises(ValueError, match="line 3"):
-        records.append(path, {"config": {"a": 1}}, once=True)
 
 
 def test_blank_lines_are_skipped_and_only_a_line_feed_ends_a_record(tmp_path):

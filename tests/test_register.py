@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import evenstep
 import oracle
-from evenstep.model import known_layers, layer_kinds
+from evenstep.model import known_layers
 from helpers import PAPER, Forward, coverage_of, descend, every_optimizer, is_finite, moved_by, randn, still, weights
 
 
@@ -105,7 +105,7 @@ class PerHeadKind(evenstep.LayerKind):
 
     def look(self, module, args, kwargs, output, batch_dim):
         x = args[0].flatten(1)
-        return [layer_kinds.Look(x, dim=1, examples=len(x), applied=len(x))]
+        return [evenstep.Look(x, dim=1, examples=len(x), applied=len(x))]
 
 
 def test_a_users_kind_steps_exactly_like_the_layers_it_stands_for():
@@ -229,3 +229,34 @@ def test_quantization_aware_layers_are_plain_until_registered(case):
     assert coverage_of(optimizer)["0.weight"] == coverage_of(optimizer)["1.weight"]
     train(twin, optimizer, [x.float() for x in some_batches(5, 4)])
     assert is_finite(twin) and not any(still(twin, before))
+
+
+class Tower(nn.Module):
+    """Two weights in one module; the input of the second is the tanh of the first's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, x):
+        return (x @ self.up.T).tanh() @ self.down.T
+
+
+class TowerKind(evenstep.LayerKind):
+    def slots(self, module):
+        return [evenstep.Slot("up", None, output_visible=False), evenstep.Slot("down", None)]
+
+    def look(self, module, args, kwargs, output, batch_dim):
+        seen = evenstep.Look(args[0], dim=1, examples=len(args[0]), applied=len(args[0]))
+        return [seen, seen._replace(x=(args[0] @ module.up.T).tanh())]
+
+
+def test_a_kind_with_several_weights_is_written_with_public_names():
+    evenstep.register_layer(Tower, TowerKind())
+    model = Tower().double()
+    optimizer = evenstep.WhitenedSGD(model)
+    monitor = evenstep.CurvatureMonitor(optimizer)
+    assert [how for how, _ in coverage_of(optimizer).values()] == ["whitened", "whitened"]
+    train(model, optimizer, some_batches(9, 4))
+    assert optimizer.state[model.up]["mass"] > 0 and optimizer.state[model.down]["mass"] > 0
+    assert {name.split("/")[0] for name in monitor.scalars()} == {"up", "down", "all"} == {*optimizer.fired(), "all"}

@@ -5,15 +5,15 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 """
 
 from .batchnorm import fold_batchnorm, insert_batchnorm
+from .even_step import EvenStep
 from .model.coverage import Coverage
 from .model.known_layers import register_layer
-from .model.layer_kinds import LayerKind
+from .model.layer_kinds import LayerKind, Look, Slot
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, FanInSGD, UnitStep, WhitenedSGD
 from .weight_decay import decay_groups
 from .whitened import Whitened
 
-EvenStep = UnitStep  # until the orthogonalized rule of even_step.py has been measured on GPUs
 __version__ = "0.1.0"
 __all__ = [
     "BlockNaturalSGD",
@@ -23,6 +23,8 @@ __all__ = [
     "EvenStep",
     "FanInSGD",
     "LayerKind",
+    "Look",
+    "Slot",
     "UnitStep",
     "Whitened",
     "WhitenedSGD",

@@ -1,6 +1,6 @@
 """Train with batch norm first, then without it (App. E): insert it behind layers, train, fold it into their weights.
 
-Both functions check everything before they change anything: an error leaves the model unchanged.
+Both functions check everything first: an error leaves the model unchanged.
 """
 
 import warnings
@@ -16,7 +16,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from .model.known_layers import kind_of
-from .model.layer_kinds import LayerKind
 from .model.survey import join, lookup
 from .options import refusal
 from .parallel.dtensor import sharded
@@ -83,11 +82,9 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
             stacklevel=2,
         )
     for path, layer in chosen.items():
-        weight = layer.get_parameter("weight")
-        norm = norm_for(layer)(units(layer), device=weight.device, dtype=weight.dtype)
-        pair = BatchNormed(layer, norm)
+        pair = BatchNormed(layer, norm_for(layer))
         pair.path = path
-        put(model, path, pair.train(layer.training))
+        model.set_submodule(path, pair.train(layer.training))
     return model
 
 
@@ -100,7 +97,7 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     What `insert_batchnorm` inserted is taken out. Batch norm directly behind a Conv, ConvTranspose or Linear in a plain
     nn.Sequential becomes nn.Identity(). Any other batch norm is left alone, with a warning.
 
-    Two things cannot be checked. An nn.Sequential must be called as a whole: a forward that calls its layer alone would
+    Two things cannot be checked. An nn.Sequential must be called as a whole: a forward that calls only its layer would
     see the folded weights. A BatchNorm1d behind a Linear in an nn.Sequential must see [batch, features].
 
     Weights stay the same objects. Call `opt.refresh()` on an optimizer that was built from the model: it drops the
@@ -125,9 +122,9 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     for path, pair in pairs.items():
         absorb(pair.layer, pair.bn)
         if isinstance(pair.parent, BatchNormed):
-            put(model, pair.parent_path, pair.layer)
+            model.set_submodule(pair.parent_path, pair.layer)
         else:
-            put(model, path, nn.Identity().train(pair.bn.training))
+            model.set_submodule(path, nn.Identity().train(pair.bn.training))
     return model
 
 
@@ -154,19 +151,20 @@ def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
 
 
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
-    """The layers to be followed by batch norm."""
+    """The layers to be followed by batch norm: all but the last and those that `skip` names."""
     if isinstance(skip, str):
         raise refusal("insert_batchnorm", "skip", skip, "a list of path patterns")
-    for pattern in skip:
-        if not any(fnmatchcase(path, pattern) for path in layers):
+    skipped = {pattern: {path for path in layers if fnmatchcase(path, pattern)} for pattern in skip}
+    for pattern, paths in skipped.items():
+        if not paths:
             raise ValueError(f"insert_batchnorm: skip pattern '{pattern}' fits none of the layers {listed(layers)}.")
-    chosen = {p: layer for p, layer in list(layers.items())[:-1] if not any(fnmatchcase(p, s) for s in skip)}
-    if not chosen:
+    left_out = set().union([*layers][-1:], *skipped.values())
+    if left_out == layers.keys():
         raise ValueError(
             "insert_batchnorm: no layer to be followed by batch norm: the last Conv or Linear and those named in skip= "
             f"are left out; got the layers [{listed(layers)}] and skip={list(skip)}."
         )
-    return chosen
+    return {path: layer for path, layer in layers.items() if path not in left_out}
 
 
 def all_names(model: nn.Module) -> dict[int, list[str]]:
@@ -193,10 +191,8 @@ def why_unfolded(pairs: Mapping[str, Pair], names: Mapping[int, list[str]]) -> d
     for path, (layer_path, layer, bn, parent_path, parent) in pairs.items():
         if isinstance(parent, BatchNormed):
             reasons[parent_path] = why_not_alone(parent, names)
-        reasons[layer_path] = why_unfit(layer, names)
-        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names)
-        if not reasons[layer_path] and not reasons[path]:
-            reasons[path] = why_mismatched(layer, bn)
+        unfit = reasons[layer_path] = why_unfit(layer, names)
+        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names) or (None if unfit else why_mismatched(layer, bn))
         if not reasons[path] and len(modes) > 1:
             mode = "training" if bn.training else "eval"
             reasons[path] = f"is in {mode} mode, others are not; call model.eval() or model.train() first"
@@ -219,7 +215,7 @@ def why_unfit(layer: nn.Module, names: Mapping[int, list[str]]) -> str | None:
 
 
 def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
-    """Why a module cannot be changed by itself: hooked, registered twice, tied or sharded; None if it can."""
+    """Why a module cannot be changed: hooked, registered twice, tied or sharded; None if it can."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     if any(not isinstance(hook, Hook) for hook in hooks):  # hooks of evenstep change no output
         return "has a forward hook; remove it first"
@@ -248,10 +244,11 @@ def why_unfixed(bn: _BatchNorm) -> str | None:
 
 def why_mismatched(layer: nn.Module, bn: _BatchNorm) -> str | None:
     """Why batch norm does not act on the units of a layer; None if it does."""
-    fitting, count = norm_for(layer), units(layer)
-    if isinstance(bn, (fitting, nn.SyncBatchNorm)) and bn.num_features == count:
+    fitting = norm_for(layer)
+    if isinstance(bn, (type(fitting), nn.SyncBatchNorm)) and bn.num_features == fitting.num_features:
         return None
-    return f"has {bn.num_features} features; the layer before it needs {fitting.__name__}({count})"
+    needed = f"{type(fitting).__name__}({fitting.num_features})"
+    return f"has {bn.num_features} features; the layer before it needs {needed}"
 
 
 def refuse(what: str, model: nn.Module, reasons: Mapping[str, str | None]) -> None:
@@ -267,34 +264,20 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def norm_for(layer: nn.Module) -> type[_BatchNorm]:
-    """The batch norm that fits the output of a layer."""
-    return NORMS[len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0]
-
-
-def units(layer: nn.Module) -> int:
-    """The number of a layer's units, of all groups together."""
-    return known_kind(layer).matrix(layer, layer.get_parameter("weight")).shape[:2].numel()
-
-
-def known_kind(layer: nn.Module) -> LayerKind:
-    """The kind of a layer that passed `why_unfit`."""
-    kind = kind_of(layer)
-    assert kind is not None
-    return kind
-
-
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the module at `path`."""
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+def norm_for(layer: nn.Module) -> _BatchNorm:
+    """A new batch norm that fits the output of a layer."""
+    kind, weight = kind_of(layer), layer.get_parameter("weight")
+    assert kind is not None  # `why_unfit` has been asked
+    rank = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+    units = kind.matrix(layer, weight).shape[:2].numel()
+    return NORMS[rank](units, device=weight.device, dtype=weight.dtype)
 
 
 @torch.no_grad()
 def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
-    """Make `layer` compute what `bn` makes of its output in eval mode; the arithmetic is at least float32."""
-    assert bn.running_mean is not None and bn.running_var is not None
-    kind, weight, bias = known_kind(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    """Fold `bn`, as it is in eval mode, into the parameters of `layer`; arithmetic is in float32 or better."""
+    kind, weight, bias = kind_of(layer), layer.get_parameter("weight"), lookup(layer, "bias")
+    assert kind is not None and bn.running_mean is not None and bn.running_var is not None
     wide = torch.promote_types(torch.promote_types(weight.dtype, bn.running_var.dtype), torch.float32)
     scale = (bn.running_var.to(wide) + bn.eps).rsqrt()
     if bn.weight is not None:

@@ -25,8 +25,8 @@ class EvenStep(CoordinateOptimizer):
     """The one to try first: orthogonalized momentum in whitened coordinates, relative to the weights, with guards.
 
     Every layer but the head is a matrix [unit, inputs · kernel + 1] that moves along the polar factor of its momentum:
-    no direction takes longer steps than another. A step is `lr` times as long as the weights may be: a matrix keeps
-    within its norm before the first step, or rows of length 1 where that is more. So one lr serves layers of any size.
+    no direction takes longer steps than another. A step is `lr` times as long as the weights, so that one lr serves
+    layers of any size. Weights keep within their norm before the first step, or rows of length 1 where that is more.
 
     The head, embeddings, norms, vectors and layers with one unit or input in a group are moved by AdamW at `plain_lr`.
     The head is the layer that was called last in the first forward pass.
@@ -68,11 +68,13 @@ class EvenStep(CoordinateOptimizer):
 
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """Matrices of hidden layers are orthogonalized; all else is for AdamW."""
-        if entry is None or alone or min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
-            kind = Coordinates if entry is None or alone else self.coordinates
-            return self._kept(kind, self._rest), self._rest, True
-        if not entry.slot.input_visible:
-            return super()._choose(group, entry, alone)
+        if entry is None or alone:
+            return self._kept(Coordinates, self._rest), self._rest, True
+        visible = entry.slot.input_visible
+        if min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
+            return self._kept(self.coordinates if visible else Coordinates, self._rest), self._rest, True
+        if not visible:
+            return self._kept(Coordinates, self.rule), self.rule, False
         settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
         return self._kept(self.coordinates, self.rule, **settings), self.rule, False
 
@@ -82,10 +84,11 @@ class EvenStep(CoordinateOptimizer):
 
     def _found_head(self) -> str | None:
         """The covered layer called last, or registered last; None where the head is an embedding's weight."""
-        if self._statistics is None or any(reason.startswith("shared with") for reason in self._left_out.values()):
+        if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        names = [entry.name for entry, layer in self._statistics.items() if layer is last or last is None]
+        seen = [(entry.name, layer) for entry, layer in self._statistics.items() if entry.slot.input_visible]
+        names = [name for name, layer in seen if layer is last or last is None]
         return names[-1] if names else None
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:

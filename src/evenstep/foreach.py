@@ -12,26 +12,22 @@ from torch import Tensor
 
 def copy_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write each value over its target."""
-    if torch.compiler.is_compiling():
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
-    elif targets:
-        torch._foreach_copy_(list(targets), list(values))
+    _run("copy_", targets, values)
 
 
 def add_(targets: Sequence[Tensor], values: Sequence[Tensor], alpha: float = 1.0) -> None:
     """Add `alpha` times each value to its target."""
-    if torch.compiler.is_compiling():
-        for target, value in zip(targets, values, strict=True):
-            target.add_(value, alpha=alpha)
-    elif targets:
-        torch._foreach_add_(list(targets), list(values), alpha=alpha)
+    _run("add_", targets, values, alpha=alpha)
 
 
 def zero_(targets: Sequence[Tensor]) -> None:
     """Fill the targets with zeros."""
+    _run("zero_", targets)
+
+
+def _run(name: str, *lists: Sequence[Tensor], **options: float) -> None:
     if torch.compiler.is_compiling():
-        for target in targets:
-            target.zero_()
-    elif targets:
-        torch._foreach_zero_(list(targets))
+        for target, *values in zip(*lists, strict=True):
+            getattr(target, name)(*values, **options)
+    elif lists[0]:
+        getattr(torch, f"_foreach_{name}")(*map(list, lists), **options)

@@ -4,6 +4,7 @@ The paper's authors looked at these by hand (§4.4). docs/guards.md lists what i
 """
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,14 +61,11 @@ class Event(NamedTuple):
     over: bool = False
 
     def __str__(self) -> str:
-        """As a sentence."""
         return f"step {self.step}, layer {self.layer}: {self.what}"
 
 
-class _Record(NamedTuple):
-    step: int
-    layers: list[str]
-    table: Tensor  # [layer, column]
+_Record = tuple[int, list[str], Tensor]  # step, layers, table of [layer, column]
+_Signal = tuple[float, str, str]  # of a layer, 1 where there is trouble; what to say at the start and at the end
 
 
 class CurvatureMonitor:
@@ -91,25 +89,27 @@ class CurvatureMonitor:
             raise ValueError(f"CurvatureMonitor: threshold must be above 1; got {threshold}.")
         self._optimizer, self._bits = optimizer, float(torch.tensor(threshold).log2())
         self._records: deque[_Record] = deque(maxlen=history)
+        self._newest: _Record | None = None
         self._rows: dict[str, Tensor] = {}
         self._memory: dict[str, _Memory] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._watch = _Watch(self._sizes, int(optimizer._nonfinite))
-        self._step = self._told = 0
+        self._step = 0
         optimizer._monitors.append(self)
 
     @_disable_dynamo  # compiled, the growing history would have the step compiled anew each time
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, layer: LayerStatistics | None, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
-        if stage is None or block.entry is None or "mx" not in state:
+        if layer is None or block.entry is None or "mx" not in state:
             return
-        path, memory = block.entry.path, self._memory.get(block.entry.path)
+        path = block.entry.label
+        memory = self._memory.get(path)
         if memory is None or memory.run.shape != state["vx"].shape or memory.run.device != state["vx"].device:
-            memory = self._memory[path] = _Memory(stage.inputs, state["vx"])
-        self._sizes[path] = stage.inputs, block.units
-        raised, held, largest = stage.last.nan_to_num(0.0).unbind()
-        work = [raised / stage.inputs, held / block.units, largest.clamp(1e-6, 1e6).log10()]
-        inputs = memory.look(stage, state, self._bits, block.group["decay"])
+            memory = self._memory[path] = _Memory(layer.inputs, state["vx"])
+        self._sizes[path] = layer.inputs, block.units
+        raised, held, largest = layer.last.nan_to_num(0.0).unbind()
+        work = [raised / layer.inputs, held / block.units, largest.clamp(1e-6, 1e6).log10()]
+        inputs = memory.look(layer, state, self._bits, block.group["decay"])
         self._rows[path] = torch.stack([value.float() for value in (*inputs[:5], *work, *inputs[5:])])
 
     @_disable_dynamo
@@ -120,7 +120,8 @@ class CurvatureMonitor:
             device = next(iter(self._rows.values())).device
             table = torch.stack([row.to(device) for row in self._rows.values()])
             skipped = self._optimizer._nonfinite.to(table).expand(len(table), 1)
-            self._records.append(_Record(self._step, list(self._rows), torch.cat([table, skipped], 1)))
+            self._newest = self._step, list(self._rows), torch.cat([table, skipped], 1)
+            self._records.append(self._newest)
         self._rows = {}
 
     def scalars(self) -> dict[str, float]:
@@ -129,27 +130,24 @@ class CurvatureMonitor:
         A share of the network is one of all its inputs or units; of the other columns, the network has the value of
         the layer where its magnitude is largest (`log10_largest_step`: where it is largest).
         """
-        if not self._records:
+        if self._newest is None:
             return {}
-        _, layers, table = self._records[-1]
+        _, layers, table = self._newest
         rows = {layer: dict(zip(COLUMNS, row, strict=False)) for layer, row in zip(layers, table.tolist(), strict=True)}
         each = {f"{layer}/{column}": value for layer, row in rows.items() for column, value in row.items()}
         return each | {f"all/{column}": self._watch.overall(rows, column) for column in COLUMNS}
 
     def events(self) -> list[Event]:
         """What has happened since the last call, in order."""
-        records = [record for record in self._records if record.step > self._told]
-        found = []
-        if records:
-            values = iter(torch.cat([record.table.to(records[-1].table.device) for record in records]).tolist())
-            for step, layers, _ in records:
+        found: list[Event] = []
+        if self._records:
+            device = self._records[-1][2].device
+            values = iter(torch.cat([table.to(device) for _, _, table in self._records]).tolist())
+            for step, layers, _ in self._records:
                 rows = {layer: dict(zip(COLUMNS + _HIDDEN, next(values), strict=True)) for layer in layers}
                 found += self._watch.events(step, rows)
-        found += self._watch.skips(self._step, int(self._optimizer._nonfinite), passed=False)
-        self._told = self._step
-        while len(self._records) > 1:  # the newest stays, for scalars()
-            self._records.popleft()
-        return found
+        self._records.clear()
+        return found + self._watch.skips(self._step, int(self._optimizer._nonfinite), passed=False)
 
 
 class _Memory:
@@ -160,16 +158,16 @@ class _Memory:
         self.quiet = like.new_zeros(inputs)  # rows of zeros in a row
         self.rows = like.new_zeros(())
 
-    def look(self, stage: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> list[Tensor]:
+    def look(self, layer: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> list[Tensor]:
         """The columns that are about inputs, then the hidden ones."""
-        sums = stage.sums()
-        mean, var = batch_moments(sums, stage.centre)
+        sums = layer.sums()
+        mean, var = batch_moments(sums, layer.centre)
         finite = usable(sums)
         known = finite & (state["mass"] > 0)
         log2, shift = (torch.where(known, c, 0.0).nan_to_num(0.0) for c in changes(mean, var, sums.rows, state))
         up, down = self.run.clamp(min=0) + 1, self.run.clamp(max=0) - 1
         self.run = torch.where(log2 > bits, up, torch.where(log2 < -bits, down, 0.0))
-        zero = var + mean * mean <= 1e-5 * stage.centre * stage.centre  # sums about a centre leave rounding behind
+        zero = var + mean * mean <= 1e-5 * layer.centre * layer.centre  # sums about a centre leave rounding behind
         seen = torch.where(finite, sums.rows, 0.0)
         self.quiet = torch.where(finite & ~zero, 0.0, self.quiet + seen)
         self.rows = self.rows + seen
@@ -208,11 +206,13 @@ def quantile(values: Tensor, q: float) -> Tensor:
     return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)
 
 
+@dataclass
 class _Alarm:
     """On after `on_after` signals of at least 1 in a row, off after QUIET below a half."""
 
-    def __init__(self, on_after: int) -> None:
-        self.on, self.on_after, self.run = False, on_after, 0
+    on_after: int
+    on: bool = False
+    run: int = 0
 
     def turned(self, signal: float) -> bool:
         """Whether this signal turns the alarm on or off."""
@@ -257,21 +257,24 @@ class _Watch:
         signal = {"all": (float(new > 0), "a gradient was not finite; the step was skipped", "gradients are finite")}
         return self._layers(step, "nonfinite", signal, 1)
 
-    def _scale(self, layer: str, row: dict[str, float]) -> tuple[float, str, str]:
+    def _scale(self, layer: str, row: dict[str, float]) -> _Signal:
         share, by = row["changed_inputs"], row["changed_by"]
-        least = max(CHANGED_SHARE, min(1.0, 2 / max(1, self.sizes[layer][0])))
         to = f"grew to {2**by:.3g} times" if by > 0 else f"shrank to 1/{2**-by:.3g} of"
         what = f"the variance of {share:.0%} of its inputs {to} the running one"
-        return row["settled"] * share / least, what, "the running variances fit its inputs again"
+        signal = row["settled"] * share / self._least(layer, CHANGED_SHARE)
+        return signal, what, "the running variances fit its inputs again"
 
-    def _dead(self, layer: str, row: dict[str, float]) -> tuple[float, str, str]:
+    def _dead(self, layer: str, row: dict[str, float]) -> _Signal:
         dead, lowest = row["dead_inputs"], self.lowest.setdefault(layer, row["dead_inputs"])
         alarm = self.alarms.get(("dead", layer))
         if alarm is None or not alarm.on:
             self.lowest[layer] = lowest = min(lowest, dead)
-        least = max(DEAD_SHARE, min(1.0, 2 / max(1, self.sizes[layer][0])))
         what = f"dead inputs rose from {lowest:.0%} to {dead:.0%}"
-        return (dead - lowest) / least, what, f"dead inputs fell to {dead:.0%}"
+        return (dead - lowest) / self._least(layer, DEAD_SHARE), what, f"dead inputs fell to {dead:.0%}"
+
+    def _least(self, layer: str, share: float) -> float:
+        """This share of a layer's inputs, and at least two of them."""
+        return max(share, min(1.0, 2 / max(1, self.sizes[layer][0])))
 
     def _guards(self, step: int, rows: dict[str, dict[str, float]]) -> list[Event]:
         share, largest = (self.overall(rows, column) for column in (_PER_UNIT, "log10_largest_step"))
@@ -284,24 +287,18 @@ class _Watch:
             found.append(event._replace(kind="guards", what=f"{event.what} (for {LONG_STEPS} steps)"))
         return found
 
-    def _layers(self, step: int, kind: str, now: dict[str, tuple[float, str, str]], on_after: int) -> list[Event]:
-        """At most one event of a kind: the layer with the strongest signal speaks for all whose alarm goes on.
-
-        `now` has each layer's signal, and what to say at the start and at the end.
-        """
-        turned = []
-        for layer, (signal, _, _) in now.items():
-            alarm = self.alarms.setdefault((kind, layer), _Alarm(on_after))
-            if alarm.turned(signal):
-                turned.append((alarm.on, signal, layer))
-        on = [turn for turn in turned if turn[0]]
+    def _layers(self, step: int, kind: str, now: dict[str, _Signal], on_after: int) -> list[Event]:
+        """At most one event of a kind: the layer with the strongest signal speaks for all whose alarm goes on."""
+        alarms = {layer: self.alarms.setdefault((kind, layer), _Alarm(on_after)) for layer in now}
+        turned = [layer for layer, (signal, _, _) in now.items() if alarms[layer].turned(signal)]
+        on = [layer for layer in turned if alarms[layer].on]
         if on and step > self.told.get(kind, -QUIET) + QUIET:
-            _, _, layer = max(on)
+            layer = max(on, key=lambda name: (now[name][0], name))
             self.told[kind] = step
             self.open.add(kind)
             more = f" (and {len(on) - 1} more layers)" if len(on) > 1 else ""
             return [Event(step, layer, now[layer][1] + more, kind)]
         if turned and kind in self.open and not any(a.on for (k, _), a in self.alarms.items() if k == kind):
             self.open.remove(kind)
-            return [Event(step, turned[-1][2], now[turned[-1][2]][2], kind, over=True)]
+            return [Event(step, turned[-1], now[turned[-1]][2], kind, over=True)]
         return []

@@ -1,4 +1,4 @@
-"""The optimizers: each is a preset of coordinates, a rule and guards. No arithmetic here."""
+"""The optimizers: each is a preset of coordinates, a rule and guards."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +10,6 @@ from . import options
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .model.survey import Entry
 from .options import explained
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
@@ -26,7 +25,7 @@ natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks ca
 class FanInSGD(CoordinateOptimizer):
     """SGD with every layer's stepsize divided by √(n·S), fan-in times sharing count (§3.5).
 
-    The forward pass is watched for the sharing count alone.
+    Hooks count how often each weight is used, and nothing else.
     """
 
     coordinates = FanIn
@@ -121,13 +120,13 @@ class CanonicalSGD(CoordinateOptimizer):
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
-        if self._statistics is not None and scale is not None:
+        if scale is not None:
             self._statistics.unscale(scale)
         super()._make(plan, agreed)
 
     def _divisor(self) -> Tensor | None:
         """The number of examples, by which a summed loss is divided; gradients are averaged over ranks."""
-        return None if self._statistics is None else self._statistics.examples() / self._world
+        return None if self._statistics.model is None else self._statistics.examples() / self._world
 
 
 @explained
@@ -200,5 +199,5 @@ class BlockNaturalSGD(CoordinateOptimizer):
     ) -> None:
         super().__init__(params, options.for_groups(locals()), model, process_group)
 
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
+    def _rule_of(self, group: Group) -> Rule:
         return natural_rule(group["block"], group["bounded"])

@@ -1,6 +1,6 @@
-"""Every hyperparameter, said once: what it means, for docstrings and docs/api.md, and what it may be.
+"""Every hyperparameter, declared once: its meaning, for docstrings and docs/api.md, and the values allowed.
 
-Who takes it is in the signature of each optimizer. Errors name the owner, what is allowed and what came.
+The signature of an optimizer says which it takes. Errors name the owner, what is allowed and what came.
 """
 
 import inspect
@@ -13,18 +13,11 @@ from torch import Tensor
 Class = TypeVar("Class", bound=type)
 
 
-class Allowed(NamedTuple):
-    """Values that are allowed: in words, and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
 class Option(NamedTuple):
-    """A hyperparameter: its meaning, the values allowed, and torch's own words where it is a keyword of torch's."""
+    """A hyperparameter: its meaning, what is allowed, and torch's own words where it is a keyword of torch's."""
 
     meaning: str
-    allowed: Allowed | None = None
+    allowed: tuple[str, Callable[[Any], bool]] | None = None  # in words, and as a test
     torch: str = ""
 
 
@@ -33,9 +26,9 @@ def is_number(value: Any, whole: bool = False) -> bool:
     return isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def one_of(*values: Any) -> Allowed:
+def one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
     """A value out of a short list."""
-    return Allowed(f"one of {', '.join(map(repr, values))}", lambda v: v in values)
+    return f"one of {', '.join(map(repr, values))}", lambda v: v in values
 
 
 def is_rate(lr: Any) -> bool:
@@ -47,22 +40,18 @@ def is_rate(lr: Any) -> bool:
     return is_number(lr) and bool(lr >= 0)
 
 
-NONNEGATIVE = Allowed("a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0))
-POSITIVE_OR_NONE = Allowed(
-    "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
-)
-FRACTION = Allowed("in [0, 1)", lambda v: is_number(v) and 0 <= v < 1)
-ROWS = Allowed(
-    "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
-)
-PATTERNS = Allowed("a list of name patterns", lambda v: not isinstance(v, str))
+NONNEGATIVE = "a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0)
+POSITIVE_OR_NONE = "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
+FRACTION = "in [0, 1)", lambda v: is_number(v) and 0 <= v < 1
+ROWS = "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
+PATTERNS = "a list of name patterns", lambda v: not isinstance(v, str)
 FLAG, FLAG_OR_NONE = one_of(True, False), one_of(None, True, False)
 
 OPTIONS = {
     "params": Option("the model itself, or what torch takes: tensors, groups, named parameters"),
     "lr": Option(
         "stepsize: a number or a one-element tensor",
-        Allowed("a finite number >= 0 or a one-element tensor", is_rate),
+        ("a finite number >= 0 or a one-element tensor", is_rate),
         "Invalid learning rate: ",
     ),
     "model": Option("the model to watch, when `params` are tensors or groups"),
@@ -95,9 +84,8 @@ OPTIONS = {
     "exclude": Option("name patterns (`fnmatch`) kept in plain coordinates", PATTERNS),
     "maximize": Option("ascend", FLAG),
     "foreach": Option(
-        "False steps layer by layer; otherwise many layers move at once where they can (`WhitenedSGD`, `FanInSGD`, "
-        "`UnitStep`, `Whitened`, which then needs room for two more models within a step, and hands it to its rule, "
-        "too)",
+        "False steps layer by layer, in less memory; otherwise layers move at once where they can; `Whitened` hands it "
+        "to its rule, too",
         FLAG_OR_NONE,
     ),
     "block": Option('what shares a denominator: "network", "unit", "weight"', one_of("network", "unit", "weight")),
@@ -120,7 +108,7 @@ OPTIONS = {
         "the processes that train one network: None is the world group if there is one, False reduces nothing"
     ),
 }
-NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "__class__")
+NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "base_kwargs", "plain", "__class__")
 
 
 def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +125,10 @@ def check(owner: str, group: Mapping[str, Any]) -> None:
     """
     for name, value in group.items():
         option = OPTIONS.get("plain_lr" if name == "plain_at" else name)
-        if option is not None and option.allowed is not None and not option.allowed.holds(value):
-            raise refusal(owner, name, value, option.allowed.words)
+        if option is not None and option.allowed is not None:
+            words, holds = option.allowed
+            if not holds(value):
+                raise refusal(owner, name, value, words)
     for name, value in group.items():  # those of a base rule, too
         if any(isinstance(v, float) and math.isnan(v) for v in (value if isinstance(value, list | tuple) else [value])):
             raise refusal(owner, name, value, "without nan")

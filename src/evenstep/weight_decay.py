@@ -1,4 +1,4 @@
-"""Groups with and without weight decay, as most training scripts make them by hand."""
+"""Parameter groups with and without weight decay."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -18,12 +18,11 @@ NORMS = (
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, exclude: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: what decays, and what does not.
+    """Two groups for an optimizer: parameters that decay, and parameters that do not.
 
     Weights of two or more dimensions decay, embeddings included; biases and other vectors, parameters of norms, and
-    names that match a pattern in `exclude` do not. Names are kept, a tied parameter comes once, frozen ones come along
-    so that they may be thawed. Give the optimizer the model beside the groups:
-    `EvenStep(decay_groups(model, 0.1), model=model)`.
+    names that match a pattern in `exclude` do not. Groups keep names, list a tied parameter once, and include frozen
+    parameters. Pass the model, too: `EvenStep(decay_groups(model, 0.1), model=model)`.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     >>> for group in decay_groups(model, 0.1):

@@ -10,12 +10,9 @@ from torch._compile import _disable_dynamo
 from . import options
 from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
-from .model.survey import Entry
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.rule import Rule
 from .rules.torch_rule import BaseRule, TorchRule
-from .step.block import Group
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
@@ -24,20 +21,21 @@ COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords
 
 @explained
 class Whitened(CoordinateOptimizer):
-    """A first-order torch rule (AdamW, Muon, RMSprop, …) run on v instead of w.
+    """A first-order torch rule (AdamW, Muon, RMSprop, …) in whitened coordinates.
 
-    `base` is the class; its keywords follow ours. It gets `weight_decay=0`, ours acts on w. `joint=True` shows it each
-    layer as one matrix [unit, inputs · kernel + 1] with the bias as a column, the default for Muon. `plain` is the rule
-    for parameters outside layers, where it is to be another than `base`: AdamW for Muon, which takes matrices alone.
-    `fan_in_power` divides a layer's stepsize by that power of its number of inputs: rules that move every weight alike,
-    as Adam does, move a unit of n weights by √n times as much, and 0.25 keeps wide layers from dying.
+    `base` is the class; its keywords follow ours. It gets `weight_decay=0`, ours acts on w. With `joint=True`, the
+    default for Muon, each layer is one matrix [unit, inputs · kernel + 1], its bias a column. `plain` is the rule for
+    parameters outside layers, if not `base`: AdamW beside Muon, which takes matrices alone. `fan_in_power` divides a
+    layer's stepsize by that power of its number of inputs: rules that move every weight alike, as Adam does, move a
+    unit of n weights by √n times as much, and 0.25 keeps wide layers from dying.
+
     Once a step it reads one bool from the device, to skip a gradient that is not finite; with `capturable=True` it
     reads none, and such a gradient counts as zero in the rule's memory.
     """
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
     _reads_device = True
-    _copied = ("_base", "_plain", "_rule")
+    _copied = ("_base", "_plain", "rule")
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ class Whitened(CoordinateOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        owner = type(self).__name__
+        ours, owner = options.for_groups(locals()), type(self).__name__
         lr = base_kwargs.get("lr")
         if lr is not None:
             options.check(owner, {"lr": lr})
@@ -72,32 +70,18 @@ class Whitened(CoordinateOptimizer):
         self._base = BaseRule(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else BaseRule(owner, plain, {})
-        self._rule = TorchRule(self._base, self._plain)
+        self.rule = TorchRule(self._base, self._plain)
+        theirs = self._base.instance.defaults
+        ours["lr"] = theirs["lr"] if lr is None else lr
+        ours["joint"] = muon if joint is None else joint
         if plain_lr is None and plain is not None:
-            plain_lr = self._plain.instance.defaults["lr"]
-        ours = {
-            "lr": self._base.instance.defaults["lr"] if lr is None else lr,
-            "decay": decay,
-            "damping": damping,
-            "fresh_max": fresh_max,
-            "trust": trust,
-            "rows": rows,
-            "weight_decay": weight_decay,
-            "joint": muon if joint is None else joint,
-            "fan_in_power": fan_in_power,
-            "plain_lr": plain_lr,
-            "exclude": exclude,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-        }
-        clash = (set(ours) & set(self._base.instance.defaults)) - COMMON
-        if clash:
+            ours["plain_lr"] = self._plain.instance.defaults["lr"]
+        if clash := (ours.keys() & theirs.keys()) - COMMON:
             raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
-        super().__init__(params, {**self._base.instance.defaults, **ours}, model, process_group)
+        super().__init__(params, {**theirs, **ours}, model, process_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As ours; the rules then mend what an older version of theirs has left."""
+        """As every optimizer here; then the rules update the state of their older versions."""
         super().__setstate__(state)
         for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
             rule.mend(self.state, self.param_groups)
@@ -106,7 +90,7 @@ class Whitened(CoordinateOptimizer):
         return f"{super()._writer()}({self._base.name})"
 
     def _torch_state(self) -> tuple[set[str], bool]:
-        """What the rules keep; not all of them count steps, and old checkpoints have no others."""
+        """What the rules keep. Not all count steps, and old checkpoints have no other counts."""
         torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
         return (self._base.keeps | self._plain.keeps) - {"step"}, torchs
 
@@ -114,6 +98,3 @@ class Whitened(CoordinateOptimizer):
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Torch's rules are not for a compiler to look into: they run between two graphs."""
         super()._direct(plan, ok)
-
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
-        return self._rule

@@ -26,6 +26,7 @@ import evenstep
 from . import bench_contenders, records
 from .bench_contenders import CONTENDERS
 from .bench_models import SUBJECTS
+from .reading import Record
 
 BURST = 0.3  # seconds of consecutive steps in one measurement on a GPU: in training the host runs ahead of the device
 WARM_UP = 5  # steps before anything is timed: compilers run, kernels are built, memory is allocated
@@ -54,7 +55,7 @@ class Setting:
     def taking_part(self) -> list[str]:
         """The contenders that this network can have, each once; those of the other version follow the current ones."""
         names = [n for n in dict.fromkeys(self.contenders) if n != "batch-norm" or SUBJECTS[self.model].norm]
-        return names + [name + OLD for name in names if self.against is not None and CONTENDERS[name].ours]
+        return names + [name + OLD for name in names if self.against is not None and CONTENDERS[name].packaged]
 
     def config(self) -> dict[str, Any]:
         """This setting for a record; the other version is named by its commit, not by its folder.
@@ -155,7 +156,7 @@ def keep_freed_memory() -> None:
         mallopt(mmap, 2**25)
 
 
-def run(setting: Setting, on_round: Callable[[int], None] = lambda _: None, warm_up: int = WARM_UP) -> records.Record:
+def run(setting: Setting, on_round: Callable[[int], None] = lambda _: None, warm_up: int = WARM_UP) -> Record:
     """The record of one comparison: a row per contender."""
     device = torch.device(setting.device)
     if setting.threads:

@@ -1,4 +1,4 @@
-"""The optimizers whose steps are timed: ours, in one or two versions, and torch's."""
+"""The optimizers whose steps are timed: the package's, in one or two versions, and torch's."""
 
 import atexit
 import importlib
@@ -26,12 +26,12 @@ RULE_LR = 1e-15  # for guarded rules: squares of smaller steps are denormal, whi
 class Contender(NamedTuple):
     """`build(package, model)` makes the optimizer; its time is divided by that of the contender `base`.
 
-    Optimizers of `ours` come from the package, so that two versions of it can be compared.
+    Optimizers that are `packaged` come from `package`, so that two versions of it can be compared.
     """
 
     build: Callable[[Any, nn.Module], Optimizer]
     base: str = "sgd"
-    ours: bool = False
+    packaged: bool = False
 
 
 class MuonAndAdamW(Optimizer):
@@ -62,7 +62,7 @@ def unit_step(package: Any, model: nn.Module) -> Optimizer:
 
 def even_step(package: Any, model: nn.Module) -> Optimizer:
     """EvenStep as version 0.2 has it."""
-    return importlib.import_module(f"{package.__name__}.even_step").EvenStep(model, lr=RULE_LR)
+    return importlib.import_module(f"{package.__name__}.even_step").EvenStep(model, lr=RULE_LR, plain_lr=None)
 
 
 CONTENDERS = {
@@ -70,13 +70,15 @@ CONTENDERS = {
     "batch-norm": Contender(sgd),  # on the network with batch norm
     "adamw-fused": Contender(lambda _, model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
     "muon": Contender(lambda _, model: MuonAndAdamW(model)),
-    "whitened-sgd": Contender(lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), ours=True),
-    "unitstep": Contender(unit_step, ours=True),
+    "whitened-sgd": Contender(
+        lambda package, model: package.WhitenedSGD(model, lr=LR, momentum=MOMENTUM), packaged=True
+    ),
+    "unitstep": Contender(unit_step, packaged=True),
     "evenstep": Contender(even_step),
     "whitened-adamw": Contender(
         lambda package, model: package.Whitened(model, torch.optim.AdamW, lr=RULE_LR, fused=True),
         base="adamw-fused",
-        ours=True,
+        packaged=True,
     ),
 }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import usage
 from .bench import Setting
 from .labels import markdown_table
-from .records import Record
+from .reading import Record
 
 
 class Goal(NamedTuple):
@@ -134,12 +134,12 @@ def text(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _ratio(row: Mapping[str, Any]) -> str:
-    return _spread(row["ratio_low"], row["ratio"], row["ratio_high"])
-
-
 def _spread(low: float, middle: float, high: float) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return _spread(row["ratio_low"], row["ratio"], row["ratio_high"])
 
 
 def table(found: Sequence[Record]) -> str:

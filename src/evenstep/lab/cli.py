@@ -6,14 +6,14 @@ function `main(options)` that returns the exit code.
 """
 
 import argparse
-import ast
 import difflib
 import importlib
 import inspect
-import itertools
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from .commands import COMMANDS
 from .usage import UsageError, any_terminal, known_name, of_file
 
-EXTRAS = ("rich", "matplotlib", "PIL", "numpy", "jinja2", "optuna")
+EXTRAS = ("matplotlib", "PIL", "numpy", "jinja2", "optuna")
 DEFAULT = "demo"
 KINDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command in the arguments, and leave with its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     any_terminal()
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be terminated is to be stopped by Ctrl-C
     try:
         code = run(words or [DEFAULT])
         sys.stdout.flush()
@@ -60,7 +62,8 @@ def run(arguments: list[str]) -> int:
 
 def overview() -> str:
     """All commands, a line each."""
-    lines = [f"  {name:<10} {_first_sentence(_module(name).Options)}" for name in COMMANDS]
+    texts = {name: inspect.getdoc(_module(name).Options) or "" for name in COMMANDS}
+    lines = [f"  {name:<10} {' '.join(text.split())}" for name, text in texts.items()]
     head = f"usage: evenstep [{{{','.join(COMMANDS)}}}] [OPTION ...]   (default: {DEFAULT})"
     return "\n".join([head, "", *lines, "", "evenstep COMMAND --help lists the options of a command."])
 
@@ -100,42 +103,30 @@ class _Parser(argparse.ArgumentParser):
 def parser_of(name: str, options: type[Any]) -> argparse.ArgumentParser:
     """The parser of a command: an argument for each field of `options`.
 
-    A field without a default is positional; a tuple takes several values. Its help is the string below the field, or
-    `help` in its metadata, where `metavar` and `flags` (further names) can be given too.
+    A field is Annotated with its help, then with further flags (--…) and the name of its value in the help, if any. One
+    without a default is positional; a tuple takes several values.
     """
     parser = _Parser(prog=f"evenstep {name}", description=inspect.getdoc(options), allow_abbrev=False)
-    texts, hints = field_texts(options), get_type_hints(options)
+    hints = get_type_hints(options, include_extras=True)
     for field in fields(options):
-        kind = hints[field.name]
-        settings: dict[str, Any] = {"help": _help(field, texts), "metavar": field.metadata.get("metavar")}
+        kind, text, *more = get_args(hints[field.name])
+        metavar = next((word for word in more if not word.startswith("-")), None)
+        base = next((k for k in (*get_args(kind), kind) if isinstance(k, type) and k is not type(None)), str)
+        settings: dict[str, Any] = {"help": _help(field, text), "metavar": metavar, "type": _reader(base)}
         if get_origin(kind) is tuple:
             settings["nargs"] = "*"
-        base = next((k for k in (*get_args(kind), kind) if isinstance(k, type) and k is not type(None)), str)
-        settings["type"] = _reader(base)
         if field.default is MISSING:
-            parser.add_argument(field.name, **{**settings, "metavar": settings["metavar"] or field.name.upper()})
+            parser.add_argument(field.name, **settings)
             continue
         if kind is bool:
             settings = {"help": settings["help"], "action": "store_true"}
-        flags = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
+        flags = [f"--{field.name.replace('_', '-')}", *(word for word in more if word.startswith("-"))]
         parser.add_argument(*flags, default=field.default, dest=field.name, **settings)
     return parser
 
 
-def field_texts(options: type[Any]) -> dict[str, str]:
-    """The string below each field of a dataclass and its bases."""
-    texts: dict[str, str] = {}
-    for cls in reversed(options.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(below.value))
-    return texts
-
-
-def _help(field: Field, texts: dict[str, str]) -> str:
+def _help(field: Field, text: str) -> str:
     """The help of a field with its default, if it has one to show."""
-    text = field.metadata.get("help") or texts.get(field.name, "")
     default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     if field.default is MISSING:
         text += " (required)"
@@ -158,10 +149,6 @@ def _reader(kind: type) -> Callable[[str], Any]:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"evenstep.lab.commands.{COMMANDS[name]}")
-
-
-def _first_sentence(options: type[Any]) -> str:
-    return (inspect.getdoc(options) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _fail(message: str, code: int) -> int:

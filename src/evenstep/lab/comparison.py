@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from . import labels
 from .identity import DIGEST
-from .records import Record, dumps
+from .reading import Record
+from .records import dumps
 from .summary import Series, Summary, common_target, initial_loss, series, summarize
 
 SETTING = ("data", "model", "epochs", "batch_size", "augment", "decay_lr", "model_options")

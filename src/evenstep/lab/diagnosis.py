@@ -1,31 +1,21 @@
-"""The cost of `UnitStep` on a model: memory of its state, added arithmetic and memory traffic, and time."""
+"""The cost of `UnitStep` on a model: memory of its state, and time of a step."""
 
 import copy
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import evenstep
 
 from .bench import seconds_per_step
 
-SUMS = 3  # operations per number of a layer's input: subtract the centre, add, square and add
 WARM_UP = 3
 Call = Callable[[nn.Module], Tensor]  # a forward pass that ends in a loss
-
-
-class Cost(NamedTuple):
-    """Operations of forward and backward, operations that whitening adds, and bytes of inputs it reads again."""
-
-    flops: float
-    added: float
-    read: float
 
 
 class Times(NamedTuple):
@@ -44,27 +34,6 @@ def state_floats(model: nn.Module) -> dict[str, float]:
     kept = sum(t.numel() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     optimizer.detach()
     return {"SGD": 0.0, "SGD with momentum": 1.0, "UnitStep": kept / trained, "AdamW": 2.0}
-
-
-def cost(model: nn.Module, coverage: Any, call: Call) -> Cost:
-    """Count one forward and backward pass, and the inputs of the layers that an optimizer's `coverage` whitens."""
-    sizes: list[tuple[int, int]] = []
-
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
-        sizes.extend((x.numel(), x.element_size()) for x in tensors[:1])
-
-    weights = [row.parameter for row in coverage if row.treatment == "whitened" and row.parameter.endswith("weight")]
-    layers = [model.get_submodule(name.rpartition(".")[0]) for name in weights]
-    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
-    try:
-        with FlopCounterMode(display=False) as counter:
-            call(model).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad(set_to_none=True)
-    return Cost(counter.get_total_flops(), SUMS * sum(n for n, _ in sizes), sum(n * size for n, size in sizes))
 
 
 def measure(model: nn.Module, call: Call, device: torch.device, seconds: float = 3.0, most: int = 50) -> Times:

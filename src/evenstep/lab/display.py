@@ -1,107 +1,84 @@
-"""Progress on the terminal: a bar with the time left where rich is installed, plain lines elsewhere."""
+"""Progress on the terminal: lines that stay, and below them the finished share of the work with the time left."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import sys
+import time
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from .identity import DIGEST
 from .labels import method_label
-from .records import Record, dumps
+from .reading import Record
+from .records import dumps
 from .train import Epoch
 from .trial import Trial
 
-HISTORY = 3600.0  # seconds of progress from which the time left is estimated: one run may take minutes
 
+class Bar:
+    """A count of finished pieces of work, as a context; where the output is no terminal it is shown at the end."""
 
-class PlainBar:
-    """Progress as lines of text; with `quiet` nothing is printed."""
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.what = ""
+        self._begin(total, done)
 
-    def __init__(self, quiet: bool = False) -> None:
-        self.quiet, self.last = quiet, ""
+    def _begin(self, total: int, done: int) -> None:
+        """Estimate the time left from what is finished from now on."""
+        self.total, self.done, self.first, self.start = total, done, done, time.monotonic()
 
-    def say(self, what: str) -> None:
-        """Print the current work, once."""
-        if what != self.last:
-            self.last = what
-            self.advance(what)
+    def __enter__(self) -> "Bar":
+        return self
 
-    def show(self, what: str) -> None:
-        """Show counts that change too often for lines."""
+    def __exit__(self, *_: object) -> None:
+        self.print(self.status())
+
+    def say(self, what: str, *, keep: bool = True) -> None:
+        """Show the current work; where the output is no terminal, as a line of its own if `keep`."""
+        if keep and what != self.what and not sys.stdout.isatty():
+            self.print(what)
+        self.what = what
+        self._draw()
 
     def advance(self, line: str | None = None, by: int = 1) -> None:
         """Count `by` more pieces as finished, and print `line`."""
-        if line is not None and not self.quiet:
-            print(line, flush=True)
-
-    def at(self, done: int, total: int) -> None:
-        """Set the number of finished pieces and of all."""
-
-
-class RichBar(PlainBar):
-    """Progress as a bar of rich's, below the printed lines."""
-
-    def __init__(self, progress: Any, total: int, done: int) -> None:
-        super().__init__()
-        self._progress, self._task = progress, progress.add_task("", total=total, completed=done)
-
-    def say(self, what: str) -> None:
-        """Show the current work beside the bar."""
-        self._progress.update(self._task, description=what)
-
-    show = say
-
-    def advance(self, line: str | None = None, by: int = 1) -> None:
-        """Count `by` more pieces as finished, and print `line` above the bar."""
-        self._progress.update(self._task, advance=by)
+        self.done += by
         if line is not None:
-            self._progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self.print(line)
+        self._draw()
 
     def at(self, done: int, total: int) -> None:
         """Set the number of finished pieces and of all."""
-        self._progress.update(self._task, completed=done, total=total)
+        if total != self.total:
+            self._begin(total, done)
+        self.done = done
+        self._draw()
 
+    def status(self) -> str:
+        """The current work, the count, the time taken and the time left."""
+        taken, count, missing = time.monotonic() - self.start, self.done - self.first, self.total - self.done
+        left = f", {timedelta(seconds=round(taken / count * missing))} left" if count > 0 and missing > 0 else ""
+        return f"{self.what}  {self.done}/{self.total}  {timedelta(seconds=round(taken))}{left}".lstrip()
 
-@contextmanager
-def bar(total: int, done: int = 0, *, quiet: bool = False) -> Iterator[PlainBar]:
-    """A progress bar of `total` pieces of work, `done` of them finished."""
-    try:
-        from rich import progress as rich
-        from rich.console import Console
-    except ModuleNotFoundError:
-        yield PlainBar(quiet)
-        return
-    columns = (
-        rich.SpinnerColumn(),
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(),
-        rich.TextColumn("left"),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=Console(quiet=quiet), speed_estimate_period=HISTORY) as progress:
-        yield RichBar(progress, total, done)
+    def print(self, line: str) -> None:
+        """Print a line above the status."""
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + line, flush=True)
+
+    def _draw(self) -> None:
+        if sys.stdout.isatty():
+            status = self.status()[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[K{status}", end="", flush=True)
 
 
 class Runs:
     """Moves a bar of epochs as trials proceed, and prints each finished run."""
 
-    def __init__(self, bar: PlainBar, total: int, done: int) -> None:
+    def __init__(self, bar: Bar, total: int, done: int) -> None:
         self._bar, self._total, self._done = bar, total, done
         self._left: dict[str, int] = {}  # epochs to come, by configuration
-        self._waiting = False
         self._describe()
 
-    def _describe(self, waiting: str = ", ") -> None:
-        self._bar.show(f"{self._done} of {self._total} runs{waiting}epochs")
-
-    def waits(self, what: str) -> None:
-        """Show what is waited for, nothing if the wait is over; the beginning of a wait is printed."""
-        if what and not self._waiting:
-            self._bar.advance(f"Waiting: {what}.", by=0)
-        self._waiting = bool(what)
-        self._describe(f"; {what}; " if what else ", ")
+    def _describe(self) -> None:
+        self._bar.say(f"{self._done} of {self._total} runs, epochs", keep=False)
 
     def epoch(self, trial: Trial, row: Epoch) -> None:
         """Count one finished epoch of a trial."""

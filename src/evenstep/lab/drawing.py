@@ -12,8 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from . import labels
 
-COLOURS = [light for light, _ in labels.COLOURS]
-MARKS = list(labels.MARKERS.values())
+COLOURS, MARKS = labels.COLOURS, labels.MARKERS
 
 
 def panels(count: int, width: float = 4.6, height: float = 4.0, share: bool = False) -> tuple[Figure, list[Axes]]:

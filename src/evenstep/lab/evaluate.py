@@ -25,7 +25,8 @@ def evaluate(model: nn.Module, data: Arrays | Text, batch_size: int | None = Non
     model.eval()
     sums = []
     with _alive_units(model) as alive:
-        for x, y in _batches(data, batch_size or _batch_size(data)):
+        usual = WINDOWS if isinstance(data, Text) else IMAGES_ON_GPU if data.test_x.is_cuda else IMAGES
+        for x, y in _batches(data, batch_size or usual):
             output = model(x).flatten(0, -2)
             loss = functional.cross_entropy(output, y.flatten(), reduction="sum")
             sums.append(torch.stack([loss, (output.argmax(1) == y.flatten()).sum().to(loss)]))
@@ -34,12 +35,6 @@ def evaluate(model: nn.Module, data: Arrays | Text, batch_size: int | None = Non
     loss, correct, share = torch.cat([torch.stack(sums).sum(0), units.mean()[None]]).tolist()  # one transfer from a GPU
     count = _windows(data) * CONTEXT if isinstance(data, Text) else len(data.test_y)
     return {"test_loss": loss / count, "test_accuracy": correct / count, "dead_share": 1 - share}
-
-
-def _batch_size(data: Arrays | Text) -> int:
-    if isinstance(data, Text):
-        return WINDOWS
-    return IMAGES_ON_GPU if data.test_x.is_cuda else IMAGES
 
 
 def _batches(data: Arrays | Text, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

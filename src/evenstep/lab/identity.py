@@ -9,6 +9,7 @@ from typing import Any
 from . import records
 from .data import Arrays, Text
 from .data.fashion import FASHION_NAME
+from .reading import Record
 from .usage import UsageError
 
 DIGEST = "data_digest"
@@ -36,13 +37,7 @@ def digest(data: Arrays | Text) -> str:
     return _digests[data]
 
 
-def may_be_of(config: dict[str, Any], data: Arrays | Text) -> bool:
-    """Whether a configuration names these data and has their digest or, from before digests, none."""
-    mine = described(data)
-    return config.get("data") == data.name and config.get(DIGEST) in (None, mine.get(DIGEST))
-
-
-def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> dict[str, records.Record]:
+def by_key(runs: Iterable[Record], data: Arrays | Text, path: Path) -> dict[str, Record]:
     """Records by configuration; one of data of that name without a digest counts as one of these data.
 
     A record of other data of the same name is a UsageError: a report could not tell the two apart.
@@ -51,7 +46,7 @@ def by_key(runs: Iterable[records.Record], data: Arrays | Text, path: Path) -> d
     for record in runs:
         config = record["config"]
         if config.get("data") == data.name:
-            if not may_be_of(config, data):
+            if config.get(DIGEST) not in (None, mine.get(DIGEST)):
                 raise UsageError(
                     f"{path} holds runs on other data called {data.name} (digest {config[DIGEST]}, of these "
                     f"{mine.get(DIGEST)}); choose another --out, or give the data another name"

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .methods import METHODS
 
@@ -16,31 +15,25 @@ MODEL_NAMES = {
     "alexnet": "The AlexNet-like net",
     "transformer": "The character transformer",
 }
-COLOURS = (  # on white and on black, at least 4.5 : 1; after Okabe-Ito and Tol, distinct for the colour-blind
-    ("#C0440A", "#FF8F57"),  # vermilion
-    ("#0069B4", "#5CB3FF"),  # blue
-    ("#A32A78", "#EE8FCB"),  # purple
-    ("#00755A", "#38CFA3"),  # green
-    ("#866300", "#E3BE2B"),  # amber
-    ("#06798C", "#5BDCEE"),  # cyan
-    ("#8A2F22", "#FFB4A6"),  # rust
-    ("#1A1D21", "#FFFFFF"),  # ink
+COLOURS = (  # on white at least 4.5 : 1; after Okabe-Ito and Tol, distinct for the colour-blind
+    "#C0440A",  # vermilion
+    "#0069B4",  # blue
+    "#A32A78",  # purple
+    "#00755A",  # green
+    "#866300",  # amber
+    "#06798C",  # cyan
+    "#8A2F22",  # rust
+    "#1A1D21",  # ink
 )
-MARKERS = {  # the page's name, matplotlib's letter
-    "circle": "o", "square": "s", "triangle": "^", "diamond": "D",
-    "down": "v", "plus": "P", "hexagon": "h", "star": "*",
-}  # fmt: skip
+MARKERS = "os^DvPh*"  # matplotlib's letters
 PREFERRED = {"sg": 0, "fan-in": 1, "batch-norm": 2, "whitening": 3, "adam": 4, "canonical": 5, "muon": 6}
 PREFERRED |= {"unitstep": 7, "evenstep": 7}
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a series is drawn: `slot` is the number of its colour, `light` that colour on white."""
+class Style(NamedTuple):
+    """How a series is drawn."""
 
-    slot: int
-    light: str
-    marker: str
+    colour: str
     mark: str
 
 
@@ -109,21 +102,13 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 def styles(found: "Sequence[Series]") -> list[Style]:
     """A style for each series: known methods look the same everywhere unless two of a kind meet."""
-    free = list(range(len(COLOURS)))
-    chosen: dict[int, int] = {}
-    for number, series in enumerate(found):
-        wanted = PREFERRED.get(series.method)
-        if wanted in free and not series.options:
-            chosen[number] = wanted
-            free.remove(wanted)
-    for number in range(len(found)):
-        if number not in chosen:
-            chosen[number] = free.pop(0) if free else number % len(COLOURS)
+    free, chosen = list(range(len(COLOURS))), dict[int, int]()
+    for known_first in (True, False):
+        for number, series in enumerate(found):
+            wanted = None if series.options else PREFERRED.get(series.method)
+            if number not in chosen and (wanted in free or not known_first):
+                chosen[number] = wanted if wanted in free else free[0] if free else number % len(COLOURS)
+                free = [slot for slot in free if slot != chosen[number]]
     slots = [chosen[number] for number in range(len(found))]
-    return [style(slot, repeat=slots[:k].count(slot)) for k, slot in enumerate(slots)]
-
-
-def style(slot: int, repeat: int = 0) -> Style:
-    """Style of a colour; its repeated uses have other markers."""
-    marker, mark = list(MARKERS.items())[(slot + repeat) % len(MARKERS)]
-    return Style(slot, COLOURS[slot][0], marker, mark)
+    marks = [(slot + slots[:k].count(slot)) % len(MARKERS) for k, slot in enumerate(slots)]
+    return [Style(COLOURS[slot], MARKERS[mark]) for slot, mark in zip(slots, marks, strict=True)]

@@ -30,26 +30,18 @@ def epoch_batches(
 
     All random numbers are drawn on the CPU from `generator`: every device sees the same batches.
     """
+    data = data.to(device)
     if isinstance(data, Text):
-        return _windows(data.to(device), batch_size, generator)
-    return _images(data.to(device), batch_size, generator, augment)
-
-
-def _images(
-    arrays: Arrays, batch_size: int, generator: torch.Generator, augment: bool | str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    order = torch.randperm(len(arrays.train_y), generator=generator)
-    for rows in sent(order, arrays.train_y.device).split(batch_size):
-        yield augmented(arrays.normalize(arrays.train_x[rows]), generator, augment), arrays.train_y[rows]
-
-
-def _windows(text: Text, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    offsets = torch.arange(CONTEXT + 1, device=text.train.device)
-    last = len(text.train) - len(offsets)
-    starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator)
-    for start in sent(starts, text.train.device):
-        window = text.train[start + offsets]
-        yield window[:, :-1], window[:, 1:]
+        offsets = torch.arange(CONTEXT + 1, device=device)
+        last = len(data.train) - len(offsets)
+        starts = torch.randint(0, last, (TEXT_STEPS, batch_size, 1), generator=generator)
+        for start in sent(starts, device):
+            window = data.train[start + offsets]
+            yield window[:, :-1], window[:, 1:]
+        return
+    order = torch.randperm(len(data.train_y), generator=generator)
+    for rows in sent(order, device).split(batch_size):
+        yield augmented(data.normalize(data.train_x[rows]), generator, augment), data.train_y[rows]
 
 
 def sent(drawn: Tensor, device: torch.device | str) -> Tensor:

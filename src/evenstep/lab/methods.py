@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import evenstep
-from evenstep import even_step
 from evenstep.coordinates.coordinates import Coordinates
 
 
@@ -76,7 +75,7 @@ METHODS: dict[str, Method] = {
         Method("adam", "Adam", _plain(torch.optim.Adam), DECADES),
         Method("rmsprop", "RMSprop", _plain(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3)),
         Method("unitstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
-        Method("evenstep", "EvenStep", even_step.EvenStep, (0.01, 0.02, 0.04, 0.08)),
+        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.01, 0.02, 0.04, 0.08)),
         Method("whitened-adam", "Whitened(AdamW)", _whitened(torch.optim.AdamW, betas=(0.9, 0.99)), DECADES),
         Method("whitened-muon", "Whitened(Muon)", _whitened(torch.optim.Muon), MUON),
         Method("muon", "Muon", PlainMuon, MUON),

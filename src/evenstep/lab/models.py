@@ -1,6 +1,6 @@
 """The networks of the experiments: for 32x32 images (every ReLU is a module of its own), and for text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,7 @@ def paper_cnn(
     Batch norm, if wanted, follows every layer but the last and precedes the ReLU. `l2` is as in `L2Term`.
     """
     c1, c2, f1, f2 = 6 * width, 16 * width, 120 * width, 84 * width
-    model = nn.Sequential(
-        *_unit(nn.Conv2d(channels, c1, 5), batch_norm),
-        nn.MaxPool2d(2),
-        *_unit(nn.Conv2d(c1, c2, 5), batch_norm),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        *_unit(nn.Linear(c2 * 5 * 5, f1), batch_norm),
-        *_unit(nn.Linear(f1, f2), batch_norm),
-        nn.Linear(f2, classes),
-    )
+    model = _network(channels, batch_norm, [(c1, 5, 0), None, (c2, 5, 0), None], 5, (f1, f2), classes)
     return model.append(L2Term(model, l2)) if l2 else model
 
 
@@ -33,16 +24,8 @@ def deep_net(channels: int = 3, batch_norm: bool = False, he: bool = False, clas
 
     `he` draws the weights by He's rule and sets the biases to zero; otherwise PyTorch's default stands.
     """
-    modules: list[nn.Module] = []
-    for outputs in (64, 128, 256):
-        modules += _unit(nn.Conv2d(channels, outputs, 3, padding=1), batch_norm)
-        modules += _unit(nn.Conv2d(outputs, outputs, 3, padding=1), batch_norm)
-        modules.append(nn.MaxPool2d(2))
-        channels = outputs
-    modules.append(nn.Flatten())
-    modules += _unit(nn.Linear(256 * 4 * 4, 512), batch_norm)
-    modules += _unit(nn.Linear(512, 512), batch_norm)
-    model = nn.Sequential(*modules, nn.Linear(512, classes))
+    layers = [layer for units in (64, 128, 256) for layer in ((units, 3, 1), (units, 3, 1), None)]
+    model = _network(channels, batch_norm, layers, 4, (512, 512), classes)
     if he:
         _he_init(model)
     return model
@@ -56,20 +39,8 @@ def alexnet(channels: int = 3, batch_norm: bool = False, width: int = 48, classe
     He's rule, without which plain SG does not start on eight layers.
     """
     w = width
-    model = nn.Sequential(
-        *_unit(nn.Conv2d(channels, w, 5, padding=2), batch_norm),
-        nn.MaxPool2d(2),
-        *_unit(nn.Conv2d(w, 3 * w, 3, padding=1), batch_norm),
-        nn.MaxPool2d(2),
-        *_unit(nn.Conv2d(3 * w, 6 * w, 3, padding=1), batch_norm),
-        *_unit(nn.Conv2d(6 * w, 4 * w, 3, padding=1), batch_norm),
-        *_unit(nn.Conv2d(4 * w, 4 * w, 3, padding=1), batch_norm),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        *_unit(nn.Linear(4 * w * 4 * 4, 16 * w), batch_norm),
-        *_unit(nn.Linear(16 * w, 16 * w), batch_norm),
-        nn.Linear(16 * w, classes),
-    )
+    layers = [(w, 5, 2), None, (3 * w, 3, 1), None, (6 * w, 3, 1), (4 * w, 3, 1), (4 * w, 3, 1), None]
+    model = _network(channels, batch_norm, layers, 4, (16 * w, 16 * w), classes)
     _he_init(model)
     return model
 
@@ -107,10 +78,13 @@ class _L2Gradient(torch.autograd.Function):
 
 
 class CharTransformer(nn.Module):
-    """A small causal language model over characters, pre-norm, GELU, learned positions, no dropout."""
+    """A small causal language model over characters, pre-norm, GELU, learned positions, no dropout or batch norm."""
 
-    def __init__(self, vocabulary: int, context: int = 128, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+    def __init__(self, vocabulary: int, batch_norm: bool = False) -> None:
+        if batch_norm:
+            raise ValueError("transformer: there is no batch-norm version of it.")
         super().__init__()
+        context, width, depth, heads = 128, 128, 4, 4
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
@@ -123,11 +97,29 @@ class CharTransformer(nn.Module):
         return self.head(self.blocks(self.token(tokens) + self.position(places), mask=self.mask, is_causal=True))
 
 
-def transformer(vocabulary: int, batch_norm: bool = False) -> nn.Module:
-    """`CharTransformer` with the arguments of the other networks; it has no batch-norm version."""
-    if batch_norm:
-        raise ValueError("transformer: there is no batch-norm version of it.")
-    return CharTransformer(vocabulary)
+def _network(
+    channels: int,
+    batch_norm: bool,
+    layers: Sequence[tuple[int, int, int] | None],
+    side: int,
+    dense: Sequence[int],
+    classes: int,
+) -> nn.Sequential:
+    """Convolutions (units, kernel, padding), or None for pooling, down to `side` pixels; dense layers; the classes."""
+    modules: list[nn.Module] = []
+    for layer in layers:
+        if layer is None:
+            modules.append(nn.MaxPool2d(2))
+        else:
+            units, kernel, padding = layer
+            modules += _unit(nn.Conv2d(channels, units, kernel, padding=padding), batch_norm)
+            channels = units
+    inputs = channels * side * side
+    modules.append(nn.Flatten())
+    for units in dense:
+        modules += _unit(nn.Linear(inputs, units), batch_norm)
+        inputs = units
+    return nn.Sequential(*modules, nn.Linear(inputs, classes))
 
 
 def _unit(layer: nn.Conv2d | nn.Linear, batch_norm: bool) -> list[nn.Module]:
@@ -152,5 +144,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "paper_cnn": paper_cnn,
     "deep_net": deep_net,
     "alexnet": alexnet,
-    "transformer": transformer,
+    "transformer": CharTransformer,
 }

@@ -1,16 +1,15 @@
-"""Figures made from records: the plain ones of a comparison, for papers, and the demo's figure 2."""
+"""Figures made from records: those of a comparison, and the demo's figure 2."""
 
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import drawing
 from .comparison import Comparison
-from .labels import PREFERRED, Style, method_label, model_label, series_label
-from .records import Record
-from .summary import Series, best_stepsize, diverged, final_loss, initial_loss, series
+from .labels import Style, method_label, series_label
+from .reading import Record
+from .summary import Series, diverged, final_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,25 +20,24 @@ PANELS = (("sg", "fan-in"), ("batch-norm", "whitening"))  # of figure 2
 
 
 def curves(found: Comparison) -> "Figure":
-    """Training loss by epoch, each method at its best stepsize: the mean over seeds, and their range."""
-    figure, axes = _figure(found.title)
-    best = [s.runs[summary.stepsize] for s, summary in zip(found.series, found.summaries, strict=True)]
-    for s, style, summary, runs in zip(found.series, found.styles, found.summaries, best, strict=True):
-        points = _over_seeds(runs)
-        means = [statistics.fmean(losses) for losses in points.values()]
-        label = _plain(f"{series_label(s)}: {summary.stepsize:g}")
-        axes.plot(list(points), means, color=style.light, marker=style.mark, markersize=4, label=label)
-        lows, highs = ([f(losses) for losses in points.values()] for f in (min, max))
-        axes.fill_between(list(points), lows, highs, color=style.light, alpha=0.15, linewidth=0)
-    drawing.epoch_axis(axes)
-    axes.set_xlabel("epoch" + _left_out([loss for runs in best for run in runs for loss in _losses(run)]))
-    _finish(figure, axes, found, [loss for run in found.runs for loss in _losses(run)])
+    """Loss and test accuracy by epoch, each method at its best stepsize: the mean over seeds, and their range."""
+    figure, (loss, accuracy) = drawing.panels(2, width=5.6, height=4.6)
+    for s, style, summary in zip(found.series, found.styles, found.summaries, strict=True):
+        runs, label = s.runs[summary.stepsize], _plain(f"{series_label(s)}: {summary.stepsize:g}")
+        _draw_curve(loss, _over_seeds(runs, "train_loss", LOWEST), style, label)
+        _draw_curve(accuracy, _over_seeds(runs, "test_accuracy", -HIGHEST), style, None)
+    for axes, word in ((loss, "training loss (log scale)"), (accuracy, "test accuracy")):
+        drawing.epoch_axis(axes)
+        axes.set_ylabel(word)
+    best = [run for s, m in zip(found.series, found.summaries, strict=True) for run in s.runs[m.stepsize]]
+    loss.set_xlabel("epoch" + _left_out([value for run in best for value in _losses(run)]))
+    _finish(figure, loss, found, [value for run in found.runs for value in _losses(run)])
     return figure
 
 
 def sensitivity(found: Comparison) -> "Figure":
     """Final training loss by stepsize; a cross at the top is a run that diverged."""
-    figure, axes = _figure(found.title)
+    figure, (axes,) = drawing.panels(1, width=6.4, height=4.6)
     rates = [lr for s in found.series for lr in s.runs]
     drawn = list(filter(_drawable, rates)) or [1.0]
     axes.set_xscale("log")
@@ -48,8 +46,16 @@ def sensitivity(found: Comparison) -> "Figure":
         _draw_stepsizes(axes, s, style, found.l0)
     losses = [final_loss(run) for run in found.runs if not diverged(run, found.l0)]
     axes.set_xlabel("stepsize (log scale); × diverged" + _left_out([*rates, *losses]))
+    axes.set_ylabel("training loss, last epoch (log scale)")
     _finish(figure, axes, found, losses)
     return figure
+
+
+def _draw_curve(axes: "Axes", points: dict[int, list[float]], style: Style, label: str | None) -> None:
+    """The mean over seeds at each epoch, and their range."""
+    lows, means, highs = ([f(values) for values in points.values()] for f in (min, statistics.fmean, max))
+    axes.plot(list(points), means, color=style.colour, marker=style.mark, markersize=4, label=label)
+    axes.fill_between(list(points), lows, highs, color=style.colour, alpha=0.15, linewidth=0)
 
 
 def _draw_stepsizes(axes: "Axes", one: Series, style: Style, l0: float | None) -> None:
@@ -57,42 +63,36 @@ def _draw_stepsizes(axes: "Axes", one: Series, style: Style, l0: float | None) -
     grid = {lr: runs for lr, runs in one.runs.items() if _drawable(lr)}
     good = {lr: [v for r in runs if not diverged(r, l0) and _drawable(v := final_loss(r))] for lr, runs in grid.items()}
     means = {lr: statistics.fmean(losses) for lr, losses in good.items() if losses}
-    axes.plot(list(means), list(means.values()), color=style.light, marker=style.mark, label=_plain(series_label(one)))
+    axes.plot(list(means), list(means.values()), color=style.colour, marker=style.mark, label=_plain(series_label(one)))
     dots = [(lr, float(loss)) for lr, losses in good.items() if len(losses) > 1 for loss in losses]
-    axes.scatter([lr for lr, _ in dots], [loss for _, loss in dots], color=style.light, s=6, alpha=0.6)
+    axes.scatter([lr for lr, _ in dots], [loss for _, loss in dots], color=style.colour, s=6, alpha=0.6)
     lost = [lr for lr, runs in grid.items() if any(diverged(r, l0) for r in runs)]
     above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "in_layout": False}
-    axes.plot(lost, [1.0] * len(lost), color=style.light, marker="x", linestyle="none", **above)
-
-
-def _figure(title: str) -> tuple["Figure", "Axes"]:
-    figure, (axes,) = drawing.panels(1, width=6.4, height=4.6)
-    axes.set_title(_plain(title), loc="left", fontsize=10)
-    axes.set_yscale("log")
-    return figure, axes
+    axes.plot(lost, [1.0] * len(lost), color=style.colour, marker="x", linestyle="none", **above)
 
 
 def _finish(figure: "Figure", axes: "Axes", found: Comparison, losses: Sequence[float]) -> None:
-    """Range, ticks and legend; the range ends a little above the loss before training."""
+    """Title, range of the losses and legend; the range ends a little above the loss before training."""
     positive = list(filter(_drawable, losses)) or [1.0]
     top = min(max(positive), found.l0 or math.inf)
+    axes.set_title(_plain(found.title), loc="left", fontsize=10)
+    axes.set_yscale("log")
     axes.set_ylim(0.85 * min(positive), 1.15 * max(top, min(positive)))
-    axes.set_ylabel("training loss (log scale)")
     drawing.plain_log(axes.yaxis)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
-def _over_seeds(runs: Sequence[Record]) -> dict[int, list[float]]:
-    """For each epoch the losses of all seeds that a log scale can show."""
+def _over_seeds(runs: Sequence[Record], column: str, lowest: float) -> dict[int, list[float]]:
+    """For each epoch the values of all seeds that can be drawn."""
     length = max(len(run["metrics"]) for run in runs)
     rows = {k: [run["metrics"][k - 1] for run in runs if len(run["metrics"]) >= k] for k in range(1, length + 1)}
-    found = {k: [float(row["train_loss"]) for row in same if _drawable(row["train_loss"])] for k, same in rows.items()}
-    return {k: losses for k, losses in found.items() if losses}
+    found = {k: [float(row[column]) for row in same if _drawable(row.get(column), lowest)] for k, same in rows.items()}
+    return {k: values for k, values in found.items() if values}
 
 
-def _drawable(value: float | None) -> bool:
-    """Whether a value has a place on a log scale."""
-    return value is not None and LOWEST <= value <= HIGHEST
+def _drawable(value: float | None, lowest: float = LOWEST) -> bool:
+    """Whether a value has a place on an axis, by default one with a log scale."""
+    return value is not None and lowest <= value <= HIGHEST
 
 
 def _left_out(values: Sequence[float]) -> str:
@@ -110,53 +110,17 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$").lstrip("_")
 
 
-def plot(records: list[Record]) -> "Figure":
-    """The paper's figure 2: training loss by epoch, SG and SG ÷ √(n·S) left, batch norm and whitening right.
+def figure2(records: list[Record]) -> "Figure":
+    """The paper's figure 2, at the best stepsizes: SG and SG ÷ √(n·S), and batch norm and whitening."""
+    from .experiments.panels import training
+    from .experiments.tuning import Contender
 
-    A thick line is a method's best stepsize, if it trained at one, thin lines are the others. Both panels have the
-    same axes.
-    """
     figure, panels = drawing.panels(2, width=5.25, height=4.6, share=True)
-    losses, l0 = [loss for record in records for loss in _losses(record) if loss], initial_loss(records)
-    highest = min(max(losses, default=1.0), l0 or math.log(10))
-    for axes, methods in zip(panels, PANELS, strict=True):
+    for k, (axes, methods) in enumerate(zip(panels, PANELS, strict=True)):
         axes.set_yscale("log")
-        axes.set_ylim(0.85 * min([*losses, highest]), 1.15 * highest)
         drawing.plain_log(axes.yaxis)
-        drawing.epoch_axis(axes)
-        _draw_panel(axes, [s for s in series(records) if s.method in methods], l0)
+        training(axes, records, [Contender(method_label(name), name, ()) for name in methods], shift=2 * k)
         axes.set_title(" against ".join(map(method_label, methods)), loc="left", fontsize=11)
+        drawing.legend(axes)
     panels[0].set_ylabel("mean training loss of the epoch (log scale)")
-    figure.suptitle(_caption(records), x=0.01, ha="left", fontsize=9, color="0.3")
     return figure
-
-
-def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
-    """Write the figure as PNG and as SVG; equal records give equal SVGs."""
-    return [drawing.save(figure, folder / f"{name}.{ending}") for ending in ("png", "svg")]
-
-
-def _draw_panel(axes: "Axes", found: list[Series], l0: float | None) -> None:
-    """A line per run; the legend names each method's best stepsize."""
-    for s in found:
-        best = best_stepsize(s.runs, l0)
-        dashes = "solid" if s.method in ("fan-in", "whitening") else (0, (4, 1.5))
-        for run in s.all_runs:
-            thick = run["config"]["lr"] == best and not diverged(run, l0)
-            style: dict[str, Any] = {"linewidth": 2.4} if thick else {"linewidth": 0.9, "alpha": 0.55}
-            style |= {"color": drawing.COLOURS[PREFERRED[s.method]], "linestyle": dashes, "zorder": 2 + thick}
-            rows = [row for row in run["metrics"] if row["train_loss"]]
-            label = f"{method_label(s.method)}, {best:g}" if thick else None
-            axes.plot([row["epoch"] for row in rows], [row["train_loss"] for row in rows], label=label, **style)
-    drawing.legend(axes)
-
-
-def _caption(records: list[Record]) -> str:
-    """The setting, and how to read the lines."""
-    if not records:
-        return "no finished run"
-    config = records[0]["config"]
-    return (
-        f"{model_label(config['model'])} on {config['data']}, batch {config['batch_size']}, "
-        f"seed {config['seed']}; thick: each method at its best stepsize, thin: the others"
-    )

@@ -1,12 +1,14 @@
-"""Records from files of unknown origin: malformed lines are reported, and no value is trusted."""
+"""Records from files of unknown origin: malformed lines are reported, no value is trusted, old names become today's."""
 
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import records
-from .records import Record
+Record = dict[str, Any]
 
+FORMAT = 2  # a record says it as `format`; records of version 0.1 do not
 COLUMNS = ("train_loss", "test_loss", "test_accuracy", "dead_share", "seconds", "steps")
 LONGEST = 1000  # characters of a text
 
@@ -35,15 +37,40 @@ def read(path: Path) -> Reading:
 def read_file(path: Path, name: str, found: Reading) -> None:
     """Add the records of a file to `found`; messages call the file `name`."""
     with path.open("rb") as file:
-        for number, line in records.lines(file):
+        for number, line in lines(file):
             try:
-                record = clean(records.parse(line))
+                record = clean(parse(line))
                 if is_run(record):
                     found.runs.append(record)
                 else:
                     found.others[name] = found.others.get(name, 0) + 1
             except (ValueError, RecursionError) as error:
                 found.faults.append(clean(f"{name}, line {number}: not a record: {error}"))
+
+
+def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines of a binary file that are not blank; only a line feed ends a line."""
+    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def parse(line: bytes) -> Record:
+    """The record in a line; a ValueError if it is not UTF-8, not JSON, or has no configuration.
+
+    In records of version 0.1, EvenStep is the method that is called UnitStep today.
+
+    >>> parse(b'{"config": {"method": "evenstep", "name": "then EvenStep"}}')
+    {'config': {'method': 'unitstep', 'name': 'then UnitStep'}}
+    """
+    text = line.decode("utf-8")
+    try:
+        record = json.loads(text)
+        if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+            raise ValueError("no configuration in it")
+        if "format" not in record and "study" not in record["config"]:  # scripts' studies use today's names
+            record = json.loads(text.replace('"evenstep"', '"unitstep"').replace("EvenStep", "UnitStep"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    return record
 
 
 def is_run(record: dict[str, Any]) -> bool:

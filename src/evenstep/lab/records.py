@@ -8,20 +8,20 @@ import platform
 import subprocess
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .locking import locked
-
-Record = dict[str, Any]
+from .reading import FORMAT, Record, lines, parse
 
 
 def make(config: dict[str, Any], seed: int, metrics: Any, device: torch.device | str = "cpu") -> Record:
     """A record of one finished run; numbers that are not finite become null, since JSON has no others."""
     return {
+        "format": FORMAT,
         "config": plain(config),
         "seed": seed,
         "metrics": plain(metrics),
@@ -46,8 +46,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if device.type == "cpu" and cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    texts = cpuinfo.read_text().splitlines() if device.type == "cpu" and cpuinfo.is_file() else []
+    names = [text.partition(":")[2].strip() for text in texts if text.startswith("model name")]
     return names[0] if names else f"{device.type} ({platform.machine()})"
 
 
@@ -67,9 +67,33 @@ def commit(root: Path = Path(__file__).parents[3], variable: str = "EVENSTEP_COM
         return None
 
 
+def plain(value: Any) -> Any:
+    """`value` with tuples as lists and numbers that are not finite as None."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def dumps(value: dict[str, Any]) -> str:
     """`value` as a line of JSON with sorted keys: equal values give equal lines."""
     return json.dumps(plain(value), allow_nan=False, sort_keys=True)
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, in order; a malformed line is a ValueError that names it."""
+    return _records(path, io.BytesIO(path.read_bytes()))
+
+
+def _records(path: Path, file: Iterable[bytes]) -> list[Record]:
+    records = []
+    for number, line in lines(file):
+        try:
+            records.append(parse(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a record: {error}") from error
+    return records
 
 
 def append(path: Path, record: Record, *, once: bool = False) -> Record:
@@ -94,43 +118,27 @@ def mend(path: Path) -> str | None:
 
     A complete record that lacks only its line end gets one.
     """
-    if not path.exists() or _ends_whole(path):
+    if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):  # a whole file may be read-only
         return None
     with locked(path) as file:
         return _mend(path, file)
 
 
-def _ends_whole(path: Path) -> bool:
-    """Whether the file is empty or ends with a line end, so that it need not be opened for writing."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) in (b"", b"\n")
-
-
 def _mend(path: Path, file: IO[bytes]) -> str | None:
     content = file.read()
-    start = content.rfind(b"\n") + 1
-    rest, number = content[start:], content.count(b"\n") + 1
-    if not rest.strip():
+    start, number = content.rfind(b"\n") + 1, content.count(b"\n") + 1
+    if not content[start:].strip():
         return None
     try:
-        json.loads(rest.decode("utf-8"))
+        json.loads(content[start:].decode("utf-8"))
     except (ValueError, RecursionError):
-        return f"{cut(path, file, start)} and counts as not run"
+        damaged = path.with_name(path.name + ".damaged")
+        with damaged.open("ab") as side:
+            _write(side, content[start:] + b"\n")
+        file.truncate(start)
+        return f"{path}, line {number} was not written whole; it was moved to {damaged.name} and counts as not run"
     _write(file, b"\n")
     return f"{path}, line {number} had no line end; it was added"
-
-
-def cut(path: Path, file: IO[bytes], start: int) -> str:
-    """Move the last line, which begins at `start`, to a file beside this one; a message."""
-    file.seek(0)
-    number = file.read(start).count(b"\n") + 1
-    damaged = path.with_name(path.name + ".damaged")
-    with damaged.open("ab") as side:
-        _write(side, file.read() + b"\n")
-    file.truncate(start)
-    return f"{path}, line {number} was not written whole; it was moved to {damaged.name}"
 
 
 def _write(file: IO[bytes], content: bytes) -> None:
@@ -141,41 +149,17 @@ def _write(file: IO[bytes], content: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def read(path: Path) -> list[Record]:
-    """All records of a file, in order; a malformed line is a ValueError that names it."""
-    return _records(path, io.BytesIO(path.read_bytes()))
-
-
-def _records(path: Path, file: Iterable[bytes]) -> list[Record]:
-    records = []
-    for number, line in lines(file):
-        try:
-            records.append(parse(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a record: {error}") from error
-    return records
-
-
-def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The numbered lines of a binary file that are not blank; only a line feed ends a line."""
-    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-
-
-def parse(line: bytes) -> Record:
-    """The record in a line; a ValueError if it is not UTF-8, not JSON, or has no configuration."""
+@contextmanager
+def locked(path: Path) -> Iterator[IO[bytes]]:
+    """The file, created if need be, open for reading and writing by one process at a time (on POSIX systems)."""
     try:
-        record = json.loads(line.decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise ValueError("no configuration in it")
-    return record
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b") as file:
+            with suppress(ImportError):
+                import fcntl
 
-
-def plain(value: Any) -> Any:
-    """`value` with tuples as lists and numbers that are not finite as None."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, or its process ends
+            yield file
+    except OSError as error:
+        if error.filename is None:  # as when the disk is full
+            error.filename = str(path)
+        raise

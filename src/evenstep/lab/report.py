@@ -1,7 +1,7 @@
-"""`report.html`: one self-contained page from a folder of records, with plain figures beside it.
+"""`report.html`: one self-contained page from a folder of records, with its figures beside it.
 
-The page opens offline: its styles, its script and its data are inside, and a content policy lets nothing else run.
-All text from records is escaped. The same records give the same page.
+The page opens offline: its styles and figures are inside, and a content policy lets no script run. All text from
+records is escaped. The same records give the same page.
 """
 
 import base64
@@ -9,28 +9,18 @@ import hashlib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
-from . import drawing, labels, plots, reading, rerun, tables, verdicts
+from . import drawing, labels, plots, reading, reproduce, rerun, tables, usage
 from .comparison import Comparison, comparisons
-from .records import Record
-from .summary import diverged, final_loss
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from .experiments import EXPERIMENTS
+from .summary import diverged
 
 PAGE, FIGURES = "report.html", "figures"
 MOST_FAULTS = 20
-PLOTTED = {
-    "loss": "train_loss",
-    "accuracy": "test_accuracy",
-    "dead": "dead_share",
-    "seconds": "seconds",
-    "steps": "steps",
-}
+LARGEST = 4_000_000  # bytes of a figure that is embedded in the page
 
 
 def write(folder: Path, found: reading.Reading | None = None) -> Path:
@@ -44,61 +34,27 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
     return path
 
 
-def conclude(path: Path, console: "Console", stopped: bool) -> int:
-    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
-    found = reading.Reading()
-    if path.exists():
-        reading.read_file(path, path.name, found)
-    if not found.runs:
-        why = "Stopped before the first run was finished" if stopped else "No run is finished"
-        console.print(f"{why}: nothing to report.")
-        return 130 if stopped else 1
-    if stopped:
-        console.print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
-    for compared in comparisons(found.runs):
-        console.print(best(compared))
-    console.print(f"Records: {path}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"Report: {write(path.parent)}", soft_wrap=True, highlight=False, markup=False)
-    return 130 if stopped else 0
-
-
-def best(compared: Comparison) -> "Table":
-    """The table "best when tuned" for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    tuned = tables.tuned(compared)
-    result = Table(title=Text(f"{tuned.title}: {compared.title}"), title_justify="left", caption=Text(tuned.note))
-    result.add_column("method", no_wrap=True)
-    for heading in tuned.columns:
-        result.add_column(heading, justify="right")
-    for series, cells in zip(compared.series, tuned.rows, strict=True):
-        result.add_row(Text(labels.series_label(series)), *(Text(cell.text) for cell in cells))
-    return result
-
-
-def save_figures(found: Comparison, folder: Path, number: int) -> list[tuple[str, str]]:
-    """The plain figures of a comparison as SVG files: their kinds, and their paths from the page."""
+def save_figures(found: Comparison, folder: Path, number: int) -> list[Path]:
+    """The figures of a comparison as SVG files."""
     figures = {"curves": plots.curves(found), "stepsizes": plots.sensitivity(found)}
-    saved = {kind: drawing.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in figures.items()}
-    return [(kind, f"{folder.name}/{path.name}") for kind, path in saved.items()]
+    return [drawing.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in figures.items()]
 
 
-def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, str]]], found: reading.Reading) -> str:
+def page(folder: Path, compared: list[Comparison], files: list[list[Path]], found: reading.Reading) -> str:
     """The page's HTML."""
-    style, script = _asset("report.css") + _palette(), _asset("report.js")
-    faults = [*verdicts.faults(folder), *found.faults]
+    style = _asset("report.css")
+    style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    reproduced, faults = judged(folder)
+    faults += found.faults
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(_asset("report.html.j2"))
     return template.render(
         name=folder.resolve().name,
         style=style,
-        script=script,
-        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
-        experiments=verdicts.by_experiment(folder),
+        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{style_hash}'",
+        experiments=reproduced,
         comparisons=[view(c, f) for c, f in zip(compared, files, strict=True)],
-        data=[plotted(c) for c in compared],
         runs=len(found.runs),
         others=found.others,
         faults=faults[:MOST_FAULTS],
@@ -106,16 +62,36 @@ def page(folder: Path, compared: list[Comparison], files: list[list[tuple[str, s
     )
 
 
-def view(found: Comparison, files: list[tuple[str, str]]) -> dict[str, Any]:
+def judged(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each experiment with records in the folder: its name, figure and verdicts; and what could not be judged."""
+    found, faults = reproduce.everything(folder)
+    shown = []
+    for name, records in found.items():
+        try:
+            verdicts = [(claim, claim.judge(records)) for claim in EXPERIMENTS[name].CLAIMS]
+            shown.append({"name": name, "figure": figure(folder / FIGURES / f"{name}.svg"), "verdicts": verdicts})
+        except Exception as error:  # numbers from a file may be anything
+            faults.append(f"{name} cannot be judged: {usage.first_line(error)}")
+    return shown, faults
+
+
+def figure(path: Path) -> str | None:
+    """A figure as a data address; None if there is none."""
+    if not path.is_file() or path.stat().st_size > LARGEST:
+        return None
+    return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def view(found: Comparison, files: list[Path]) -> dict[str, Any]:
     """The template's variables of a comparison."""
     return {
         "title": found.title,
         "facts": facts(found),
-        "series": [(labels.series_label(s), style.slot) for s, style in zip(found.series, found.styles, strict=True)],
+        "series": [labels.series_label(s) for s in found.series],
         "tables": tables.all_tables(found),
         "l0": None if found.l0 is None else labels.number(found.l0),
-        "target": found.target,
-        "files": files,
+        "target": found.target and labels.number(found.target),
+        "figures": [(path.name, figure(path)) for path in files],
         "provenance": provenance(found),
         "commands": _distinct(run.get("command") for run in found.runs) or rerun.commands(found.series),
     }
@@ -134,30 +110,6 @@ def facts(found: Comparison) -> list[str]:
         _count(len(found.runs), "run") + (f", {lost} diverged" if lost else ""),
     ]
     return [word for word in words if word]
-
-
-def plotted(found: Comparison) -> dict[str, Any]:
-    """The data of a comparison's interactive plots."""
-
-    def run_data(run: Record) -> dict[str, Any]:
-        rows = {short: [_short(row.get(name)) for row in run["metrics"]] for short, name in PLOTTED.items()}
-        final = tables.finite(final_loss(run))
-        lost = diverged(run, found.l0)
-        return {"lr": run["config"]["lr"], "seed": run.get("seed"), "diverged": lost, "final": final, **rows}
-
-    return {
-        "l0": found.l0,
-        "series": [
-            {
-                "label": labels.series_label(s),
-                "slot": style.slot,
-                "marker": style.marker,
-                "best": summary.stepsize,
-                "runs": [run_data(run) for run in s.all_runs],
-            }
-            for s, style, summary in zip(found.series, found.styles, found.summaries, strict=True)
-        ],
-    }
 
 
 def provenance(found: Comparison) -> list[tuple[str, list[str]]]:
@@ -180,25 +132,9 @@ def _distinct(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(str(value) for value in values if value is not None))
 
 
-def _short(value: float | None) -> float | None:
-    """Six digits: more than a figure shows, less than a file needs."""
-    return None if value is None else float(f"{value:.6g}")
-
-
 def _count(number: Any, noun: str) -> str:
     return "" if number is None else f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _palette() -> str:
-    """Colours of the series for both themes, as custom properties and classes."""
-    colours = "".join(f"--c{k}:light-dark({light},{dark});" for k, (light, dark) in enumerate(labels.COLOURS))
-    return f":root{{{colours}}}" + "".join(f".c{k}{{--c:var(--c{k})}}" for k in range(len(labels.COLOURS))) + "\n"
-
-
 def _asset(name: str) -> str:
     return resources.files("evenstep.lab").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """The name of an inline text in a content policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

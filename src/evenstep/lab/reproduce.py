@@ -12,35 +12,14 @@ from pathlib import Path
 
 import torch
 
-from . import usage
+from . import reading, records, usage
 from .experiments import EXPERIMENTS, Options, Progress, Session
-from .experiments.session import kept, silent
-from .records import Record
+from .experiments.session import belongs, kept
+from .reading import Record
 
 
 class OutOfTime(Exception):
     """The budget does not allow another piece of work."""
-
-
-class Clock:
-    """Progress that stops an experiment before a piece of work that is likely to end after the budget.
-
-    A piece is expected to take as long as the longest one so far; the first one always starts.
-    """
-
-    def __init__(self, budget: float | None, show: Progress) -> None:
-        self.budget, self.show = budget, show
-        self.start = self.last = time.perf_counter()
-        self.longest, self.begun = 0.0, False
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Begin a piece of work; with a `total` of 0 an experiment, which is none."""
-        now = time.perf_counter()
-        self.longest, self.last = max(self.longest, now - self.last), now
-        if self.begun and self.budget is not None and now - self.start + self.longest > self.budget:
-            raise OutOfTime
-        self.begun |= total > 0
-        self.show(what, done, total)
 
 
 def reproduce(
@@ -49,36 +28,47 @@ def reproduce(
     out: Path,
     device: torch.device | str = "cpu",
     budget: float | None = None,
-    show: Progress = silent,
+    show: Progress = lambda what, done, total: None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> list[str]:
-    """Run the experiments into `out`; the names of those that the budget left unfinished.
+    """Run the experiments into `out`, beginning no run after `budget` seconds; the names of those left unfinished.
 
     A damaged or foreign file of one of them is refused before anything runs; `warn` receives a line if a file was
     repaired.
     """
-    clock = Clock(budget, show)
+    start = time.perf_counter()
+
+    def begin(what: str, done: int, total: int) -> None:
+        if budget is not None and time.perf_counter() - start > budget:
+            raise OutOfTime
+        show(what, done, total)
+
     usage.writable_folder(out)
     for name in names:
         kept(name, out, warn)
     for number, name in enumerate(names):
         try:
-            clock(name, 0, 0)
-            EXPERIMENTS[name].run(Session(options, out / f"{name}.jsonl", device, clock))
+            EXPERIMENTS[name].run(Session(options, out / f"{name}.jsonl", device, begin))
         except OutOfTime:
             return list(names[number:])
     return []
 
 
-def everything(out: Path, warn: Callable[[str], None] = warnings.warn) -> dict[str, list[Record]]:
-    """The records of every experiment that has some in `out`; `warn` is told of files that cannot be used."""
+def everything(folder: Path) -> tuple[dict[str, list[Record]], list[str]]:
+    """The records of every experiment that has some in the folder, and a line about each file that cannot be used."""
     found: dict[str, list[Record]] = {}
+    faults = []
     for name in EXPERIMENTS:
+        path = folder / f"{name}.jsonl"
         try:
-            found[name] = kept(name, out, warn)
-        except (usage.UsageError, OSError) as error:
-            warn(f"{name} is left out: {usage.of_file(error) if isinstance(error, OSError) else error}")
-    return {name: records for name, records in found.items() if records}
+            there = [reading.clean(record) for record in records.read(path)] if path.exists() else []
+            if not all(belongs(record, name) for record in there):
+                raise ValueError(f"{path} holds records that are not of {name}; move it away, or choose another --out")
+            if there:
+                found[name] = there
+        except (ValueError, OSError) as error:
+            faults.append(f"{name} is left out: {usage.of_file(error) if isinstance(error, OSError) else error}")
+    return found, faults
 
 
 def fast_cuda() -> None:

@@ -4,16 +4,14 @@ python -m evenstep.lab.reproduction results/reproduction docs
 """
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 from .experiments import EXPERIMENTS
 from .experiments.session import QUICK_IMAGES, kept
 from .labels import markdown_table
-from .records import Record
+from .reading import Record
 from .usage import UsageError, writable_folder
-from .verdicts import judge
 
 HEAD = """# The paper, reproduced
 
@@ -31,14 +29,15 @@ COMMAND = """Commands in full: `python -m evenstep.lab.reproduce NAME --data DIR
 """
 
 
-def write(source: Path, target: Path, names: Iterable[str] = tuple(EXPERIMENTS)) -> list[Path]:
+def write(source: Path, target: Path, found: dict[str, list[Record]] | None = None) -> list[Path]:
     """Write the page `target`/reproduction.md and its figures from the records in `source`; the files written.
 
-    The page shows those of the experiments `names` that have records.
+    `found` are the records of each experiment, if they have been read already.
     """
     from . import drawing
 
-    found = {name: records for name in names if (records := kept(name, source))}
+    if found is None:
+        found = {name: records for name in EXPERIMENTS if (records := kept(name, source))}
     if not found:
         raise UsageError(f"{source}: no records of {', '.join(EXPERIMENTS)} there; run evenstep.lab.reproduce first")
     figures = writable_folder(target / "figures")
@@ -54,9 +53,10 @@ def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     """The whole page."""
     claims = [["where", "the paper claims", "", "what came out", "command"]]
     for name, records in found.items():
-        for verdict in judge(name, EXPERIMENTS[name], records):
+        for claim in EXPERIMENTS[name].CLAIMS:
+            verdict = claim.judge(records)
             word = verdict.word if verdict.held is None else f"**{verdict.word}**"
-            claims.append([verdict.section, verdict.claim, word, verdict.text, f"`reproduce {name}`"])
+            claims.append([claim.section, claim.text, word, verdict.text, f"`reproduce {name}`"])
     missing = [name for name in EXPERIMENTS if name not in found]
     parts = [head(found, source, target), markdown_table(claims) + "\n"]
     parts += [f"Not run yet: {', '.join(missing)}.\n"] if missing else []

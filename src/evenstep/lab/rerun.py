@@ -5,11 +5,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from .data.fashion import FASHION_NAME
 from .labels import augmentations
 from .methods import METHODS
 from .summary import Series
-
-SHIPPED = "Fashion-MNIST (4,000 training images)"
 
 
 def commands(found: Sequence[Series]) -> list[str]:
@@ -28,7 +27,7 @@ def command(found: Sequence[Series]) -> str:
     words += ["--seeds", *sorted({str(run.get("seed")) for s in found for run in s.all_runs})]
     for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
         words += [flag, str(config[name])] if name in config else []
-    words += ["--data", "fashion" if config.get("data") == SHIPPED else "DATA"]
+    words += ["--data", "fashion" if config.get("data") == FASHION_NAME else "DATA"]
     if names := augmentations(config.get("augment")):
         words += ["--augment", *names]
     words += ["--decay-lr"] if config.get("decay_lr") else []

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from . import display, sweep
+from . import display, reading, sweep, tables
+from .comparison import comparisons
 from .data import Arrays, Text
 from .experiments.common import failures_expected
-from .records import Record
 from .trial import Trial
-
-Runner = Callable[..., list[Record]]
 
 
 def run_trials(
-    trials: Sequence[Trial], data: Arrays | Text, path: Path, device: torch.device, runner: Runner | None = None
+    trials: Sequence[Trial],
+    data: Arrays | Text,
+    path: Path,
+    device: torch.device,
+    runner: Callable[..., object] | None = None,
 ) -> bool:
     """Run the trials that `path` lacks, a line and a record each; whether the user stopped them (Ctrl-C).
 
@@ -26,29 +27,36 @@ def run_trials(
     have = sweep.recorded(trials, data, path, print)
     if have:
         print(f"{len(have)} of {len(trials)} runs are in {path} already.")
-    with display.bar(sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
+    with display.Bar(sum(t.epochs for t in trials), sum(r["config"]["epochs"] for r in have)) as bar:
         runs = display.Runs(bar, len(trials), len(have))
-        go: Runner = sweep.sweep
-        if runner is not None:
-            go = partial(runner, on_other=runs.finished, on_wait=runs.waits)
         try:
             with failures_expected():
-                go(trials, data, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=print)
+                go = runner or sweep.sweep
+                go(trials, data, path, device=device, on_record=runs.finished, on_epoch=runs.epoch, warn=bar.print)
         except KeyboardInterrupt:
             return True
     return False
 
 
 def conclude(path: Path, stopped: bool) -> int:
-    """Print and report the finished runs, also when the user stopped the others; the exit code."""
-    code = 130 if stopped else 0
+    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
+    found = reading.Reading()
+    if path.exists():
+        reading.read_file(path, path.name, found)
+    if not found.runs:
+        why = "Stopped before the first run was finished" if stopped else "No run is finished"
+        print(f"{why}: nothing to report.")
+        return 130 if stopped else 1
+    if stopped:
+        print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
+    for compared in comparisons(found.runs):
+        print(f"\n{tables.best(compared)}\n")
+    print(f"Records: {path}")
     with optional(f"report of {path}"):
-        from rich.console import Console
-
         from . import report
 
-        code = report.conclude(path, Console(), stopped)
-    return code
+        print(f"Report: {report.write(path.parent)}")
+    return 130 if stopped else 0
 
 
 @contextmanager

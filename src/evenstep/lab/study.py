@@ -1,26 +1,23 @@
 """A sweep shared by processes and machines through an Optuna study that all of them can reach.
 
-Every attempt at a member of the sweep is a trial of the study, and its process reports every few seconds that it is
-alive. The lowest-numbered attempt that is alive or complete owns the member. An attempt is dead if its process is gone
-from this machine, or silent for `stale` seconds (clocks should agree to within that); then another process takes over.
+A trial of the study is an attempt at a run. Its process reports every few seconds that it is alive; after `stale`
+seconds without a report it is dead (clocks should agree to that). The first living or complete attempt owns the run.
 """
 
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from . import processes, records, study_storage
+from . import records
 from .data import Arrays, Text
-from .summary import final_loss
-from .sweep import OnRecord, key, known, side_by_side
+from .reading import Record
+from .sweep import OnRecord, known, side_by_side
 from .trial import Trial, config
-
-STALE = 120.0
+from .usage import UsageError, first_line
 
 
 def run(
@@ -30,62 +27,70 @@ def run(
     out: Path,
     *,
     on_record: OnRecord = lambda record: None,
-    on_other: OnRecord = lambda record: None,
-    on_wait: Callable[[str], None] = lambda what: None,
-    stale: float = STALE,
+    stale: float = 60.0,
     warn: Callable[[str], None] = warnings.warn,
     **settings: Any,
-) -> list[records.Record]:
-    """Run the members that no other process owns, and wait for the others: the records of all, in their order.
+) -> None:
+    """Run the trials that no other process owns, and wait for the others.
 
-    `url` is a journal file (journal:///path, or a path that ends in .log or .journal) or a database (sqlite:///path,
-    postgresql://…). Every process must be given the same trials. All records are added to `out`; `on_record` receives
-    those of this process, `on_other` the others, `on_wait` every second what is waited for, and "" after the wait.
-    `settings` are those of `sweep.side_by_side`.
+    `url` is a journal file or a database. `out` and `on_record` receive the records of all processes, `warn` a line if
+    there are others to wait for. `settings` are those of `sweep.side_by_side`.
     """
-    configs = [records.plain(config(trial, data)) for trial in trials]
-    members = {key(one): trial for one, trial in zip(configs, trials, strict=True)}
-    board, kept, waits = Board(url, list(members), stale, warn), set(known(out, data, warn)) & members.keys(), False
-
-    def keep(name: str, record: records.Record, tell: OnRecord) -> None:
-        if name not in kept:
-            kept.add(name)
-            tell(records.append(out, record, once=True))
+    members = {records.dumps(config(trial, data)): trial for trial in trials}
+    board, kept, waiting = Board(url, members, stale), set(known(out, data, warn)), False
 
     def to_run() -> Iterator[Trial]:
         while (name := board.take()) is not None:
-            if waits:
-                on_wait("")
             if (record := known(out, data).get(name)) is None:
                 yield members[name]
             else:
                 board.finish(name, record)
 
-    with processes.terminable(), board.alive():
+    def gathered() -> int:
+        complete = board.complete()
+        for name in complete.keys() - kept:
+            on_record(records.append(out, complete[name], once=True))
+        kept.update(complete)
+        return len(complete)
+
+    with board.alive():
         while True:
             for record in side_by_side(to_run(), data, **settings):
-                board.finish(key(record["config"]), record)
-                keep(key(record["config"]), record, on_record)
-            complete = board.complete()
-            for name, record in complete.items():
-                keep(name, record, on_other)
-            if len(complete) == len(members):
-                break
-            waits = True
-            on_wait(f"{len(members) - len(complete)} runs of other processes")
+                board.finish(records.dumps(record["config"]), record)
+                gathered()
+            if (left := len(members) - gathered()) == 0:
+                return
+            if not waiting:
+                warn(f"Waiting: {left} runs of other processes.")
+            waiting = True
             time.sleep(min(1.0, stale / 10))
-    have = known(out, data)
-    return [have[key(one)] for one in configs]
 
 
 class Board:
-    """The owner of each member, kept in the study; members have names."""
+    """The owner of each run, kept in the study; runs are named by their configurations."""
 
-    def __init__(self, url: str, members: list[str], stale: float, warn: Callable[[str], None]) -> None:
+    def __init__(self, url: str, members: Collection[str], stale: float) -> None:
         self.members, self.stale = members, stale
-        self.mine: dict[str, int] = {}  # trial id of each member that this process is running
-        self.optuna, self.storage, self.study_id = study_storage.joined(url, members, warn)
-        self.states = self.optuna.trial.TrialState
+        self.running: dict[str, int] = {}  # trial id of each run of this process
+        import optuna
+        from optuna.storages import JournalStorage, RDBStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna, self.states = optuna, optuna.trial.TrialState
+        path = Path(url.removeprefix("journal://"))
+        journal = url.startswith("journal://") or "://" not in url
+        if journal and path.is_file() and not b'{"op_code":'.startswith(path.read_bytes()[:11]):
+            raise UsageError(f"--study {path} is not a journal of Optuna; choose a file that does not exist yet")
+        for wait in (0.1, 0.3, 1.0, 0.0):  # processes that start together may all try to create a database's tables
+            try:
+                self.storage = JournalStorage(JournalFileBackend(str(path))) if journal else RDBStorage(url)
+                self.study = optuna.create_study(storage=self.storage, study_name="evenstep", load_if_exists=True)
+                break
+            except Exception as error:  # drivers raise many kinds
+                if not wait:
+                    raise UsageError(f"--study {url} cannot be opened ({first_line(error)})") from error
+                time.sleep(wait)
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -94,62 +99,51 @@ class Board:
 
         def beat() -> None:
             while not done.wait(self.stale / 6):
-                for trial_id in list(self.mine.values()):
+                for trial_id in list(self.running.values()):
                     self._set(trial_id, alive=time.time())
 
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
+        threading.Thread(target=beat, daemon=True).start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
-            for trial_id in self.mine.values():
+            for trial_id in self.running.values():
                 self._set(trial_id, self.states.FAIL)
 
     def take(self) -> str | None:
-        """A member that nobody owned and this process owns now; None if there is none."""
-        owned = {t.user_attrs["member"] for t in self._attempts() if self._counts(t)}
+        """A run that nobody owned and this process owns now; None if there is none."""
+        owned = {t.user_attrs["member"] for t in self.study.get_trials(deepcopy=False) if self._counts(t)}
         for name in (name for name in self.members if name not in owned):
-            process = [processes.host(), os.getpid()]
-            attributes = {"member": name, "alive": time.time(), "process": process}
+            attributes = {"member": name, "alive": time.time()}
             template = self.optuna.trial.create_trial(state=self.states.RUNNING, user_attrs=attributes)
-            mine = self.storage.create_new_trial(self.study_id, template_trial=template)
-            attempts = [t for t in self._attempts() if t.user_attrs["member"] == name]
+            mine = self.storage.create_new_trial(self.study._study_id, template_trial=template)
+            attempts = [t for t in self.study.get_trials(deepcopy=False) if t.user_attrs["member"] == name]
             owner = next((t._trial_id for t in attempts if self._counts(t)), None)
-            if owner != mine:  # another process was faster
-                self._set(mine, self.states.FAIL)
-                continue
-            for attempt in attempts:
-                if attempt._trial_id != mine:  # a dead one
-                    self._set(attempt._trial_id, self.states.FAIL)
-            self.mine[name] = mine
-            return name
+            for trial_id in {t._trial_id for t in attempts} - {owner}:  # the dead, or mine if another was faster
+                self._set(trial_id, self.states.FAIL)
+            if owner == mine:
+                self.running[name] = mine
+                return name
         return None
 
-    def finish(self, name: str, record: records.Record) -> None:
-        """Put the record into the study, unless another process has taken the member over."""
-        self._set(self.mine.pop(name), self.states.COMPLETE, [final_loss(record)], record=record)
+    def finish(self, name: str, record: Record) -> None:
+        """Put the record into the study, unless another process has taken the run over."""
+        self._set(self.running.pop(name), self.states.COMPLETE, record=record)
 
-    def complete(self) -> dict[str, records.Record]:
-        """The records of all finished members."""
-        complete = [t.user_attrs for t in self._attempts() if t.state == self.states.COMPLETE]
-        return {attributes["member"]: attributes["record"] for attributes in complete}
-
-    def _attempts(self) -> list[Any]:
-        return self.storage.get_all_trials(self.study_id, deepcopy=False)
+    def complete(self) -> dict[str, Record]:
+        """The records of all finished runs."""
+        complete = [t.user_attrs for t in self.study.get_trials(deepcopy=False) if t.state == self.states.COMPLETE]
+        return {found["member"]: found["record"] for found in complete if found["member"] in self.members}
 
     def _counts(self, attempt: Any) -> bool:
         """Whether an attempt is complete or alive."""
-        if attempt.state != self.states.RUNNING:
-            return attempt.state == self.states.COMPLETE
         silent = time.time() - attempt.user_attrs["alive"]
-        return silent <= self.stale and not processes.is_gone(*attempt.user_attrs["process"])
+        return attempt.state == self.states.COMPLETE or (attempt.state == self.states.RUNNING and silent <= self.stale)
 
-    def _set(self, trial_id: int, state: Any = None, values: list[float] | None = None, **attributes: Any) -> None:
+    def _set(self, trial_id: int, state: Any = None, **attributes: Any) -> None:
         """Change a trial, unless it has ended."""
         with suppress(self.optuna.exceptions.UpdateFinishedTrialError):
             for name, value in attributes.items():
                 self.storage.set_trial_user_attr(trial_id, name, value)
             if state is not None:
-                self.storage.set_trial_state_values(trial_id, state, values)
+                self.storage.set_trial_state_values(trial_id, state)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import records as files
-from .records import Record
+from .reading import Record
 
 TOLERANCE = 0.05  # W5: how far above the best loss a stepsize may end
 TRIALS = (1, 2, 4, 8)  # k of "expected best of k"

@@ -1,6 +1,5 @@
 """Many trials into one file of records: a trial whose record is there already is not run again."""
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +10,12 @@ from . import records
 from .data import Arrays, Text
 from .identity import by_key
 from .parallel_trials import AT_ONCE, round_robin
+from .reading import Record
+from .records import dumps
 from .trial import OnEpoch, Trial, config, work
 from .usage import UsageError
 
-OnRecord = Callable[[records.Record], None]
+OnRecord = Callable[[Record], None]
 
 
 def sweep(
@@ -27,59 +28,50 @@ def sweep(
     on_epoch: OnEpoch | None = None,
     on_begin: Callable[[Trial], None] | None = None,
     at_once: int | None = None,
-    budget: float | None = None,
     warn: Callable[[str], None] = warnings.warn,
-) -> list[records.Record]:
+) -> list[Record]:
     """The records of all `trials`, in their order; missing ones are run and added to `out`, each as it ends.
 
     On a GPU up to `at_once` trials train side by side, elsewhere one. A sweep that was stopped or killed goes on where
-    it was: only the trials that were running begin again. After `budget` seconds no trial begins, and the finished
-    records are returned. A failing trial stops no other; its exception is raised at the end. `on_begin` is called
-    before each trial and may raise to begin no further one. `warn` receives a line if the file had to be repaired.
+    it was: only the trials that were running begin again. A failing trial stops no other; its exception is raised at
+    the end. `on_begin` is called before each trial and may raise to begin no further one. `warn` receives a line if the
+    file had to be repaired.
     """
-    start = time.monotonic()
     found = known(out, data, warn)
-    missing = {key(config(t, data)): t for t in trials if key(config(t, data)) not in found}
+    missing = {key: t for t in trials if (key := dumps(config(t, data))) not in found}
 
     def to_run() -> Iterator[Trial]:
-        for name, trial in missing.items():
-            if budget is not None and time.monotonic() - start > budget:
-                return
+        for key, trial in missing.items():
             found.update(known(out, data))  # another process may share the file
-            if name not in found:
+            if key not in found:
                 if on_begin is not None:
                     on_begin(trial)
                 yield trial
 
     for record in side_by_side(to_run(), data, device, at_once, on_epoch):
         kept = records.append(out, record, once=True)
-        found[key(kept["config"])] = kept
+        found[dumps(kept["config"])] = kept
         if on_record is not None:
             on_record(kept)
-    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
+    return [found[dumps(config(trial, data))] for trial in trials]
 
 
 def side_by_side(
     trials: Iterable[Trial],
     data: Arrays | Text,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
     at_once: int | None = None,
     on_epoch: OnEpoch | None = None,
-) -> Iterator[records.Record]:
+) -> Iterator[Record]:
     """The record of each trial as soon as it ends; `environment.at_once` says how many may have shared the device."""
-    at_once = at_once or most_at_once(device)
+    at_once = at_once or AT_ONCE.get(torch.device(device).type, 1)
     data = data.to(device)
     for record in round_robin((work(trial, data, device, on_epoch) for trial in trials), device, at_once):
         record["environment"]["at_once"] = at_once
         yield record
 
 
-def most_at_once(device: torch.device | str) -> int:
-    """How many trials train side by side unless told otherwise."""
-    return AT_ONCE.get(torch.device(device).type, 1)
-
-
-def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[records.Record]:
+def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:
     """The records in a file; a line that is none is a UsageError.
 
     A last line that a killed run left half-written is repaired first, which `warn` is told.
@@ -94,19 +86,14 @@ def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[rec
         raise UsageError(f"{error}; remove that line, or choose another --out") from error
 
 
-def known(out: Path, data: Arrays | Text, warn: Callable[[str], None] = warnings.warn) -> dict[str, records.Record]:
+def known(out: Path, data: Arrays | Text, warn: Callable[[str], None] = warnings.warn) -> dict[str, Record]:
     """The records in a file by configuration; runs on other data of the same name are a UsageError."""
     return by_key(finished(out, warn), data, out)
 
 
 def recorded(
     trials: Sequence[Trial], data: Arrays | Text, out: Path, warn: Callable[[str], None] = warnings.warn
-) -> list[records.Record]:
+) -> list[Record]:
     """The records of those trials that are in the file, in the trials' order."""
     found = known(out, data, warn)
-    return [found[name] for trial in trials if (name := key(config(trial, data))) in found]
-
-
-def key(config: dict) -> str:
-    """A configuration as text; equal ones give equal text."""
-    return records.dumps(config)
+    return [found[key] for trial in trials if (key := dumps(config(trial, data))) in found]

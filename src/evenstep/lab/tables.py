@@ -13,14 +13,6 @@ MISSING = "–"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell: its text, and the number it is sorted by (None goes last)."""
-
-    text: str
-    value: float | None = None
-
-
-@dataclass(frozen=True)
 class Table:
     """A table with a row per series, in the order of the comparison."""
 
@@ -28,7 +20,7 @@ class Table:
     title: str
     text: str
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[str]]
     note: str = ""
 
 
@@ -42,12 +34,12 @@ def tuned(found: Comparison) -> Table:
     columns = ["best stepsize", "training loss", "test accuracy", "dead units", "s per epoch", "seeds"]
     rows = [
         [
-            Cell(f"{s.stepsize:g}" + (" *" if s.at_edge else ""), s.stepsize),
-            Cell(_loss(s), finite(s.loss)),
+            f"{s.stepsize:g}" + (" *" if s.at_edge else ""),
+            _loss(s),
             _shares(s.accuracies),
             _shares(s.dead_shares),
             _number(s.seconds_per_epoch),
-            Cell(str(len(s.losses)), len(s.losses)),
+            str(len(s.losses)),
         ]
         for s in found.summaries
     ]
@@ -66,7 +58,7 @@ def tuned(found: Comparison) -> Table:
 def tuning(found: Comparison) -> Table:
     """The table "easy to tune"."""
     rows = [
-        [_width(s), _share(s.divergence), _share(s.divergence_at_best), *map(_number, s.expected_best.values())]
+        [_width(s), f"{s.divergence:.1%}", f"{s.divergence_at_best:.1%}", *map(_number, s.expected_best.values())]
         for s in found.summaries
     ]
     return Table(
@@ -95,15 +87,29 @@ def timing(found: Comparison) -> Table:
     )
 
 
+def best(found: Comparison) -> str:
+    """The table "best when tuned" for the terminal."""
+    table = tuned(found)
+    rows = _texts(found, table)
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, texts, widths)]) for name, *texts in rows]
+    return "\n".join([f"{table.title}: {found.title}", *lines, *filter(None, [table.note])])
+
+
 def markdown(found: Comparison) -> str:
     """All tables of a comparison as Markdown."""
     parts = [f"## {found.title}"]
     for table in all_tables(found):
-        names = [[labels.series_label(series)] for series in found.series]
-        rows = [name + [cell.text for cell in row] for name, row in zip(names, table.rows, strict=True)]
-        parts.append(f"{table.title}:\n\n" + labels.markdown_table([["method", *table.columns], *rows]))
+        parts.append(f"{table.title}:\n\n" + labels.markdown_table(_texts(found, table)))
         parts += [table.note] if table.note else []
     return "\n\n".join(parts)
+
+
+def _texts(found: Comparison, table: Table) -> list[list[str]]:
+    """The head and the rows of a table, with the methods."""
+    names = [labels.series_label(series) for series in found.series]
+    rows = [[name, *row] for name, row in zip(names, table.rows, strict=True)]
+    return [["method", *table.columns], *rows]
 
 
 def _loss(summary: Summary) -> str:
@@ -119,36 +125,26 @@ def _with_spread(values: Sequence[float], mean: str) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{len(mean.partition('.')[2])}f}"
 
 
-def _shares(values: Sequence[float]) -> Cell:
+def _shares(values: Sequence[float]) -> str:
     """Mean and standard deviation of shares, in percent."""
     if not values:
-        return Cell(MISSING)
-    mean = statistics.fmean(values)
-    return Cell(_with_spread([100 * value for value in values], f"{100 * mean:.1f}") + "%", mean)
+        return MISSING
+    return _with_spread([100 * value for value in values], f"{100 * statistics.fmean(values):.1f}") + "%"
 
 
-def _share(value: float) -> Cell:
-    return Cell(f"{value:.1%}", value)
+def _number(value: float | None) -> str:
+    return MISSING if value is None else labels.number(value)
 
 
-def _number(value: float | None) -> Cell:
-    return Cell(MISSING) if value is None else Cell(labels.number(value), finite(value))
-
-
-def _width(summary: Summary) -> Cell:
+def _width(summary: Summary) -> str:
     """W5; none without a finite best loss."""
     if not math.isfinite(summary.loss):
-        return Cell(MISSING)
+        return MISSING
     width = summary.width
-    return Cell(("≥ " if width.below or width.above else "") + f"{width.decades:.2f}", width.decades)
+    return ("≥ " if width.below or width.above else "") + f"{width.decades:.2f}"
 
 
-def _reached(value: float | None, digits: int) -> Cell:
+def _reached(value: float | None, digits: int) -> str:
     if value is None:
-        return Cell(MISSING)
-    return Cell("∞" if math.isinf(value) else f"{value:,.{digits}f}", finite(value))
-
-
-def finite(value: float) -> float | None:
-    """`value`, or None if it is not finite: JSON and sorting know no infinity."""
-    return value if math.isfinite(value) else None
+        return MISSING
+    return "∞" if math.isinf(value) else f"{value:,.{digits}f}"

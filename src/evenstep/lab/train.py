@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from . import distributed
 from .data import Arrays, Text
 from .evaluate import evaluate
 from .loader import epoch_batches, steps_per_epoch
@@ -28,9 +27,8 @@ class Training:
     Training ends with the epoch in which the loss stops being finite.
 
     `seed` fixes the order of the data. `schedule` maps the finished share of the training to a factor on every group's
-    lr. `on_step` receives the number of each step and its loss. With `capture` the steps run as CUDA graphs: the
-    optimizer must be capturable, and needs a tensor as lr if there is a schedule. Processes that were joined
-    (`distributed.joined`) each train on their share of every batch and compute the same rows.
+    lr. With `capture` the steps run as CUDA graphs: the
+    optimizer must be capturable, and needs a tensor as lr if there is a schedule.
     """
 
     def __init__(
@@ -45,14 +43,12 @@ class Training:
         device: torch.device | str = "cpu",
         augment: bool | str = False,
         schedule: Callable[[float], float] | None = None,
-        on_step: Callable[[int, Tensor], None] | None = None,
         capture: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.model, self.optimizer, self.data = model.to(device).train(), optimizer, data.to(device)
         self.epochs, self.batch_size, self.augment = epochs, batch_size, augment
-        self.schedule, self.on_step = schedule, on_step
-        self.network = distributed.wrapped(self.model, device)
+        self.schedule = schedule
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.order = torch.Generator().manual_seed(seed)
         self.loss, self.total = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -88,8 +84,6 @@ class Training:
             self._set_rates(len(self.rows) * steps + number, self.epochs * steps)
             self.step(x, y)
             count += len(y)
-            if self.on_step is not None:
-                self.on_step(len(self.rows) * steps + number, self.loss)
             diverged = number % CHECK_EVERY == 0 and self._seen_diverged()
             seconds += time.perf_counter() - start
             yield
@@ -104,10 +98,10 @@ class Training:
     def _step(self, x: Tensor, y: Tensor) -> None:
         """One training step; `total` sums the losses of the epoch's examples."""
         self.optimizer.zero_grad()
-        loss = mean_loss(self.network, x, y)
+        loss = functional.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
         loss.backward()
         self.optimizer.step()
-        self.loss.copy_(distributed.mean(loss))
+        self.loss.copy_(loss.detach())
         self.total.add_(self.loss, alpha=len(y))
 
     def _set_rates(self, step: int, steps: int) -> None:
@@ -124,27 +118,6 @@ class Training:
     def _seen_diverged(self) -> bool:
         """Whether the loss is known to be infinite or NaN; a GPU is not asked, because the answer takes a wait."""
         return self.device.type != "cuda" and not math.isfinite(self.total.item())
-
-
-def train(
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: Arrays | Text,
-    *,
-    on_epoch: Callable[[Epoch], None] | None = None,
-    **settings: Any,
-) -> list[Epoch]:
-    """Train to the end; the rows. `settings` are those of `Training`."""
-    return Training(model, optimizer, data, **settings).finish(on_epoch)
-
-
-def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of this process's share of the batch, scaled so that the mean over processes is the batch's."""
-    mine = distributed.share(y).flatten()
-    output = model(distributed.share(x)).flatten(0, -2)
-    if distributed.size() == 1:
-        return functional.cross_entropy(output, mine)
-    return functional.cross_entropy(output, mine, reduction="sum") * (distributed.size() / y.numel())
 
 
 def linear_decay(done: float) -> float:

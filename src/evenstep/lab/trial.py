@@ -13,7 +13,8 @@ from .data import Arrays, Text
 from .identity import described
 from .methods import METHODS
 from .models import MODELS
-from .parallel_trials import Work, round_robin
+from .parallel_trials import Work
+from .reading import Record
 from .train import Epoch, Training, linear_decay
 
 OnEpoch = Callable[["Trial", Epoch], None]
@@ -76,15 +77,8 @@ def start(
 
 def work(
     trial: Trial, data: Arrays | Text, device: torch.device | str, on_epoch: OnEpoch | None = None
-) -> Work[records.Record]:
+) -> Work[Record]:
     """The trial in steps, for `round_robin`; ends with its record."""
     training = start(trial, data, device, capture=True)
     yield from training.run(on_epoch and partial(on_epoch, trial))
     return records.make(config(trial, data), trial.seed, training.rows, device)
-
-
-def run(
-    trial: Trial, data: Arrays | Text, device: torch.device | str = "cpu", on_epoch: OnEpoch | None = None
-) -> records.Record:
-    """Run the trial by itself; its record."""
-    return next(round_robin([work(trial, data.to(device), device, on_epoch)], device, at_once=1))

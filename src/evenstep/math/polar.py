@@ -7,6 +7,9 @@ from torch import Tensor
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
+LEAST = 1e-3  # least mean square of a line, relative to the matrix's
+
+
 def polar(x: Tensor, steps: int) -> Tensor:
     """Orthogonal factor of each matrix of a batch [batch, row, column], by Newton–Schulz iteration; zero stays zero.
 
@@ -36,9 +39,13 @@ def mean_square_of_lines(x: Tensor) -> Tensor:
 def normalize_lines(x: Tensor, square: Tensor) -> Tensor:
     """Each line divided by the root of its running mean square (NorMuon); zero stays zero.
 
+    A line whose square is below `LEAST` of the mean gets a shorter step: it may be rounding alone, as the gradient of a
+    bias in front of a batch norm is.
+
     >>> normalize_lines(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[1.0, 9.0]]))
     tensor([[[1.],
              [1.]]])
     """
-    scale = square.clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
+    least = (LEAST * square.mean(-1, keepdim=True)).clamp(min=torch.finfo(x.dtype).tiny)
+    scale = torch.maximum(square, least).rsqrt()
     return x * scale.unsqueeze(-1 if rows_are_longer(*x.shape[-2:]) else -2)

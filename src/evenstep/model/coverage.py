@@ -1,4 +1,4 @@
-"""What `opt.coverage()` tells: how each parameter is treated, and why."""
+"""The table of `opt.coverage()`: how each parameter is treated, and why."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .known_layers import kind_of, overrides_forward
+from .known_layers import kind_of, of_class
 from .survey import Entry, join, lookup
 
 if TYPE_CHECKING:
@@ -49,18 +49,21 @@ class Coverage(list[Row]):
 def coverage_of(
     groups: list[dict[str, Any]],
     blocks: "list[Block]",
-    model: nn.Module | None = None,
-    entries: Sequence[Entry] = (),
-    left_out: Mapping[int, str] | None = None,
-    state: Mapping[Tensor, dict[str, Any]] | None = None,
+    model: nn.Module | None,
+    entries: Sequence[Entry],
+    left_out: Mapping[int, str],
+    state: Mapping[Tensor, dict[str, Any]],
 ) -> Coverage:
     """One row per parameter of `groups`, in their order.
 
     `left_out` has the reasons, by id, for parameters of known layers that are in no entry. `state` is the optimizer's,
     to find layers that have moved without statistics.
     """
-    owners = {} if model is None else first_owners(model)
-    reasons = dict(left_out or {})
+    owners: dict[int, tuple[str, nn.Module]] = {}  # the first name of each parameter, and the module that has it
+    for path, module in () if model is None else model.named_modules():
+        for name, p in module._parameters.items():
+            owners.setdefault(id(p), (join(path, name), module))
+    reasons = dict(left_out)
     for entry in entries:
         if unfit := entry.unfit:
             reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
@@ -73,22 +76,13 @@ def coverage_of(
             block = of_block.get(id(p))
             treatment, reason = "frozen", "requires_grad is False"
             if block is not None and block.entry is not None:
-                blind = unseen_so_far((state or {}).get(block.weight, {}))
+                blind = unseen_so_far(state.get(block.weight, {}))
                 treatment, reason = "fan-in" if blind else block.treatment, why_treated(block, block.entry, blind)
             elif block is not None:
                 treatment = block.treatment
                 reason = reasons.get(id(p)) or why_plain(owner, name.rpartition(".")[2])
             table.append(Row(name, "" if owner is None else type(owner).__name__, treatment, reason))
     return table
-
-
-def first_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """For each parameter, by id, its first name and the module that has it under that name."""
-    first: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            first.setdefault(id(p), (join(path, name), module))
-    return first
 
 
 def why_treated(block: "Block", entry: Entry, blind: bool) -> str:
@@ -122,13 +116,12 @@ def why_plain(owner: nn.Module | None, name: str) -> str:
     """Why the parameter `name` of `owner`, which is in no entry, is plain."""
     if owner is None:
         return "no model is attached that has it"
-    cls = type(owner)
+    cls, kind = type(owner), kind_of(owner)
     if isinstance(owner, ParametrizationList):
         return "its layer's weight is computed from it"
-    if overrides_forward(owner):
+    if kind is None and any(of_class(base) for base in cls.__mro__):
         known = getattr(nn, cls.__name__, cls) is cls  # torch.nn may have another class of that name
         return f"{cls.__name__ if known else f'{cls.__module__}.{cls.__name__}'} has a forward of its own"
-    kind = kind_of(owner)
     if kind is None:
         return f"no whitened form for {cls.__name__}"
     if any(lookup(owner, slot.weight) is None for slot in kind.slots(owner)):

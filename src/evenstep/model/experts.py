@@ -1,19 +1,19 @@
 """Transformers' fused experts: one module with the stacked weights of all experts, [expert, unit, input].
 
-`MixtralExperts`, `Qwen2MoeExperts` and some fifty classes like them take (hidden_states, indices, routing weights) and
-apply to each token the experts that its row of indices names. Each expert is a group with moments of its own.
+`MixtralExperts`, `Qwen2MoeExperts` and some fifty classes like them take (hidden_states, indices, routing weights).
+Each token goes through the experts that its row of indices names. An expert is a group with moments of its own.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .layer_kinds import LayerKind, Look, Slot
+from .layer_kinds import Args, Kwargs, LayerKind, Looks, Slot
 
-INDICES = ("top_k_index", "router_indices")  # what Transformers calls the experts chosen for each token
+INDICES = {"top_k_index", "router_indices"}  # what Transformers calls the experts chosen for each token
 
 
 class ExpertsKind(LayerKind):
@@ -42,9 +42,7 @@ class ExpertsKind(LayerKind):
         """Back to [expert, unit, input] or [expert, input, unit]."""
         return matrix.squeeze(-1).mT if transposed(module) else matrix.squeeze(-1)
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts as a Linear's on the same tokens (S is that of the layers around), and each expert's moments."""
         x = args[0] if args else kwargs["hidden_states"]
         (counts,) = super().look(module, (x,), {}, output, batch_dim)
@@ -83,12 +81,11 @@ def experts_of(module: nn.Module) -> LayerKind | None:
 
     A wrapped forward still has the module and the signature of the one it wraps; a subclass's own forward has not.
     """
-    forward = type(module).forward
+    forward, first = type(module).forward, first_projection(module)
     if not getattr(forward, "__module__", "").startswith("transformers.models."):
         return None
-    first, takes = first_projection(module), inspect.signature(forward).parameters
     stacked = [module._parameters.get(name) for name in (first, "down_proj")]
-    if any(w is None or w.dim() != 3 for w in stacked) or not any(name in takes for name in INDICES):
+    if any(w is None or w.dim() != 3 for w in stacked) or not inspect.signature(forward).parameters.keys() & INDICES:
         return None
     # the fused step takes biases that are vectors; stacks with biases are transposed, so that it never gets them
     return EXPERTS if transposed(module) or module._parameters.get(f"{first}_bias") is None else None

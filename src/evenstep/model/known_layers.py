@@ -45,18 +45,12 @@ def of_class(cls: type[nn.Module]) -> LayerKind | None:
 
 def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of `module`; None if it has none, or if its class overrides the forward of a known one."""
-    for cls in type(module).__mro__:
+    own = type(module)
+    for cls in own.__mro__:
         if kind := of_class(cls):
-            same = all(
-                getattr(type(module), name, None) is getattr(cls, name, None) for name in ("forward", "_conv_forward")
-            )
+            same = all(getattr(own, f, None) is getattr(cls, f, None) for f in ("forward", "_conv_forward"))
             return kind if same else None
     return experts_of(module)
-
-
-def overrides_forward(module: nn.Module) -> bool:
-    """Whether `module` would be known if it did not override the forward of a known class."""
-    return kind_of(module) is None and any(of_class(cls) for cls in type(module).__mro__)
 
 
 def check_layout(path: str, module: nn.Module, kind: LayerKind, weight: Tensor) -> None:

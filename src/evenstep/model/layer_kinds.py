@@ -1,7 +1,6 @@
-"""Kinds of layers: where each keeps its weights, how a weight is laid out, and what one call tells about its inputs.
+"""Kinds of layers: where each keeps its weights, how a weight is laid out, and how to read the inputs of a call.
 
-Every kind presents its weight as [group, unit, input, kernel] and its bias as [group, unit]. The core knows no other
-shapes.
+Every kind presents its weight as [group, unit, input, kernel] and its bias as [group, unit].
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 class Slot(NamedTuple):
     """One weight of a module, with its bias, by their names in the module.
 
-    `input_visible` says whether a call of the module tells the weight's input. `output_visible` says whether the
+    `input_visible`: whether the weight's input can be read from a call of the module. `output_visible`: whether the
     weight's output is the module's output, where its gradient can be read.
     """
 
@@ -25,11 +24,11 @@ class Slot(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What one call of a module tells about one of its slots.
+    """The input of one slot in one call of its module.
 
-    `x` is the slot's input, with its inputs along `dim`; None where only the counts are known. `examples` is the number
-    of examples, `applied` the number of times the weight was used (examples times sharing). `zeros` is the number of
-    rows of zeros that the layer itself inserts between those of `x`.
+    `x` has the inputs along `dim`; it is None where only the counts are known. `examples` is the number of examples,
+    `applied` the number of times the weight was used (examples times sharing). `zeros` is the number of rows of zeros
+    that the layer itself inserts between those of `x`.
     """
 
     x: Tensor | None
@@ -37,6 +36,11 @@ class Look(NamedTuple):
     examples: int
     applied: int
     zeros: int = 0
+
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Looks = Sequence[Look | None]
 
 
 class LayerKind:
@@ -64,10 +68,8 @@ class LayerKind:
         """The dimension of the module's output that runs over the units."""
         return output.dim() - 1
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
-        """What a call tells about each slot; None for a slot that the call did not use."""
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
+        """The input of each slot in a call; None for a slot that the call did not use."""
         x = first_input(args, kwargs)
         if x.is_nested:
             rows = rows_of(x)
@@ -92,7 +94,7 @@ class TransposedKind(LayerKind):
 class ConvKind(LayerKind):
     """Conv1d/2d/3d of any stride, padding and grouping: moments per input channel over batch and positions (App. B).
 
-    The sharing count is the number of output positions.
+    The sharing count is the number of output positions. Moments are those of the unpadded input.
     """
 
     def __init__(self, rank: int) -> None:
@@ -112,9 +114,7 @@ class ConvKind(LayerKind):
         """The channels, which come first in an output without a batch dimension."""
         return output.dim() - self.rank - 1
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts over output positions, or over input positions, with zeros up to the number of output positions."""
         x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
@@ -154,10 +154,8 @@ class AttentionKind(LayerKind):
         # one bias of three parts serves three weights, so none of them can carry it
         return [*(Slot(f"{part}_proj_weight", None, input_visible=False, output_visible=False) for part in "qkv"), out]
 
-    def look(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch_dim: int
-    ) -> Sequence[Look | None]:
-        """Cross-attention feeds in_proj three inputs and gives counts alone; these come from the query."""
+    def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
+        """In cross-attention in_proj has three inputs, so there are only counts; they come from the query."""
         call = dict(zip(("query", "key", "value")[: len(args)], args[:3], strict=True)) | dict(kwargs)
         query = call["query"]
         examples = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
@@ -170,7 +168,7 @@ class AttentionKind(LayerKind):
 BY_SHAPE = (LayerKind, TransposedKind, ConvKind, ConvTransposeKind)  # kinds whose counts depend on shapes alone
 
 
-def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def first_input(args: Args, kwargs: Kwargs) -> Tensor:
     """The input of a call: its first argument, else the keyword `input`, else the first keyword."""
     first: Tensor = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     return first

@@ -96,17 +96,22 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
     second = any(batch_second(module) for module in model.modules())
-    known = Known(model)
+    layouts = {join(path, slot.weight): (kind, kind.groups(m)) for path, m, kind, slot in slots(model)}
+    users: dict[int, Users] = {}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            users.setdefault(id(p), {})[join(path, name)] = path, module
     for path, module, kind, slot in slots(model):
         weight, bias = lookup(module, slot.weight), lookup(module, slot.bias)
         if weight is None:
             continue
         unwanted = None if bias is None or slot.bias is None else wanted(join(path, slot.bias), bias)
-        excluded = wanted(join(path, slot.weight), weight)
-        if excluded or known.mixed(weight, kind, kind.groups(module)):
-            reasons[id(weight)] = excluded or known.others(weight)
+        excluded, sharing = wanted(join(path, slot.weight), weight), users[id(weight)]
+        if excluded or any(layouts.get(name) != (kind, kind.groups(module)) for name in sharing):
+            first = next(iter(sharing.values()))[1]  # under whose name coverage() lists it
+            reasons[id(weight)] = excluded or shared_with(sharing, first)
             if bias is not None:
-                reasons[id(bias)] = unwanted or f"its weight is {excluded or known.others(weight, module)}"
+                reasons[id(bias)] = unwanted or f"its weight is {excluded or shared_with(sharing, module)}"
             continue
         check_layout(path, module, kind, weight)
         entry = entries.setdefault(id(weight), Entry(kind, slot, int(second)))
@@ -115,6 +120,15 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
             reasons[id(bias)] = unwanted
             entry.slot = slot._replace(bias=None)
     return list(entries.values()), reasons
+
+
+Users = dict[str, tuple[str, nn.Module]]  # the paths and modules that have a parameter, by its name there
+
+
+def shared_with(users: Users, owner: nn.Module) -> str:
+    """The users of a parameter but `owner`."""
+    others = [f"{type(module).__name__} '{path}'" for path, module in users.values() if module is not owner]
+    return "shared with " + (", ".join(others) or "another parameter of its module")
 
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
@@ -126,29 +140,6 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
             inner.update(module.modules())
             for slot in kind.slots(module):
                 yield path, module, kind, slot
-
-
-class Known:
-    """Which layers and modules of a model use which weight."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """`shapes`: kind and groups of each slot, by its weight's name. `holders`: the modules with each parameter."""
-        self.shapes = {join(path, slot.weight): (kind, kind.groups(m)) for path, m, kind, slot in slots(model)}
-        self.holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
-        for path, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                self.holders.setdefault(id(parameter), []).append((name, path, module))
-
-    def mixed(self, weight: Tensor, kind: LayerKind, groups: int) -> bool:
-        """Whether the owners of a weight lay it out differently, so that it cannot have one entry."""
-        return any(self.shapes.get(join(path, name)) != (kind, groups) for name, path, _ in self.holders[id(weight)])
-
-    def others(self, weight: Tensor, owner: nn.Module | None = None) -> str:
-        """The owners of a shared weight but `owner`; by default the first, under whose name coverage() lists it."""
-        holders = self.holders[id(weight)]
-        owner = holders[0][2] if owner is None else owner
-        others = [f"{type(module).__name__} '{path}'" for _, path, module in holders if module is not owner]
-        return "shared with " + (", ".join(others) or "another parameter of its module")
 
 
 def join(path: str, name: str) -> str:

@@ -1,8 +1,7 @@
-"""Parameters of which a rank holds a part (DTensors, as FSDP2 makes them): each rank moves its own rows.
+"""Parameters that are sharded over ranks (DTensors, as FSDP2 makes them): each rank moves its own rows.
 
-FSDP2 shards dim 0, the units of a layer; coordinates act along its inputs, so nothing is gathered but what belongs to
-all units of a layer. State that belongs to rows or elements is a DTensor placed like its parameter; all other state is
-the same plain tensor on every rank.
+FSDP2 shards dim 0, the units of a layer; coordinates act along its inputs, so only numbers per layer are reduced. State
+per row or element is a DTensor placed like its parameter; all other state is the same plain tensor on every rank.
 """
 
 from collections.abc import Sequence
@@ -18,17 +17,17 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor; asked without importing what few need."""
+    """Whether it is a DTensor; without the import of DTensor, which is slow."""
     return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: all, or its part."""
+    """This rank's part of a tensor: all of a plain one."""
     return tensor.to_local() if sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def visible(x: Tensor | None, dim: int) -> Tensor | None:
-    """What this rank has of a layer's input; nothing if it has some of the inputs (along `dim`) alone."""
+    """This rank's part of a layer's input; None if that is a part of the inputs, which lie along `dim`."""
     if x is None or not sharded(x):
         return x
     split = any(getattr(place, "dim", None) == dim for place in x.placements)  # type: ignore[attr-defined]
@@ -44,9 +43,12 @@ def groups_along(tensor: Any, rows: bool) -> list[Any]:
 
 
 class ShardedSegments(Segments):
-    """Layers whose units lie on several ranks: reductions over all of them. Every rank must call them together."""
+    """Layers whose units lie on several ranks: reductions over all of them, which every rank must call."""
 
-    groups: Sequence[Any] = ()
+    def __init__(self, sizes: Sequence[int], device: torch.device, groups: Sequence[Any]) -> None:
+        """`groups` are the groups of ranks over which rows are split."""
+        super().__init__(sizes, device)
+        self.groups = groups
 
     def total(self, x: Tensor) -> Tensor:
         """Sums over all ranks, one per layer."""
@@ -64,10 +66,7 @@ class ShardedSegments(Segments):
 def segments(sizes: Sequence[int], like: Tensor, has_rows: bool) -> Segments:
     """The units of layers that are sharded as `like` is: reductions over the ranks that their rows are split over."""
     groups = groups_along(like, rows=True) if has_rows else []
-    found = ShardedSegments(sizes, like.device) if groups else Segments(sizes, like.device)
-    if isinstance(found, ShardedSegments):
-        found.groups = groups
-    return found
+    return ShardedSegments(sizes, like.device, groups) if groups else Segments(sizes, like.device)
 
 
 def groups_within_units(like: Tensor, has_rows: bool) -> list[Any]:
@@ -85,7 +84,7 @@ def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
 
 
 def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -> str | None:
-    """Why a layer's shards cannot move in its coordinates; None if they can.
+    """Why a sharded layer cannot move in its coordinates; None if it can.
 
     `matrix` is the whole weight in the core's layout, without data: a view in order has its units as rows.
     """
@@ -100,7 +99,7 @@ def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -
 
 
 def row_numbers(p: Any) -> Tensor:
-    """Which rows of the whole tensor this rank has."""
+    """The numbers of this rank's rows in the whole tensor."""
     return part(torch.arange(p.shape[0], device=p.device), p)
 
 

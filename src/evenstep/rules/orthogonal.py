@@ -24,11 +24,14 @@ class OrthogonalRule(Rule):
     same way. The polar factor has equal singular values instead. A layer is one matrix [unit, inputs · kernel], with
     the bias as a column; a layer in groups is one matrix per group.
 
-    Each matrix of weights stays in a ball, and its step is lr times the ball's radius long. The radius is the matrix's
-    norm before the first step, at least √units: rows of length 1. `steps` are those of the Newton–Schulz iteration.
+    A step is lr times as long as the matrix of weights, so that one lr serves layers of any size. The matrix stays in
+    a ball, whose radius is its norm before the first step, at least √units: rows of length 1. A matrix that is shorter
+    than `least` times the radius, as one that starts at zero, takes the steps of one of that length. `steps` are those
+    of the Newton–Schulz iteration.
     """
 
     steps: int = 4
+    least: float = 0.1
 
     linear = False
     own_rate = True
@@ -54,12 +57,12 @@ class OrthogonalRule(Rule):
         by_shape: dict[Any, list[Layer]] = {}
         for step, matrices in zip(steps, targets, strict=True):
             ahead = self._ahead(step, [q.grad for q in matrices if q.grad is not None], ok)
-            radii = self._radii(step, ok)
-            parts = zip(step.blocks, matrices, ahead, radii, step.column_scales(), strict=True)
-            for block, q, matrix, radius, scale in parts:
+            lengths = self._lengths(step, ok)
+            parts = zip(step.blocks, matrices, ahead, lengths, step.column_scales(), strict=True)
+            for block, q, matrix, length, scale in parts:
                 if dtensor.sharded(block.weight):
                     matrix = gathered(block.weight, matrix)
-                layer = Layer(block, step.state[block.weight], q.detach(), matrix, radius, scale)
+                layer = Layer(block, step.state[block.weight], q.detach(), matrix, length, scale)
                 by_shape.setdefault((block.groups, matrix.shape, matrix.device, matrix.dtype), []).append(layer)
         for layers in by_shape.values():
             self._write(layers, self._directions(layers, ok))
@@ -75,43 +78,44 @@ class OrthogonalRule(Rule):
         put(buffers, means, ok)
         return list(torch._foreach_lerp(grads, means, momentum))
 
-    def _radii(self, step: RuleStep, ok: Tensor | None) -> list[Tensor]:
-        """Bring matrices back into their balls; the radii of each layer's groups.
+    def _lengths(self, step: RuleStep, ok: Tensor | None) -> list[Tensor]:
+        """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
 
         This is done before a step rather than after it, so that nothing but the step itself follows the guards.
         """
         state = [step.state[block.weight]["radius"] for block in step.blocks]
-        norms = matrix_norms(step.blocks)
-        least = [(block.units / block.groups) ** 0.5 for block in step.blocks]
-        radii = [torch.where(r > 0, r, n.clamp(min=low)) for r, n, low in zip(state, norms, least, strict=True)]
+        norms, lengths = matrix_norms(step.blocks), []
+        radii = [first_radius(*each) for each in zip(state, norms, step.blocks, strict=True)]
         put(state, radii, ok)
         for block, radius, norm in zip(step.blocks, radii, norms, strict=True):
             shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
             shrink = shrink if ok is None else torch.where(ok, shrink, 1)
+            lengths.append((norm * shrink).clamp(min=self.least * radius))
             weight = dtensor.local(block.weight).detach()
             if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
                 rows = shrink[group_of_rows(block)] if block.rows_as_groups else shrink
                 shrink = block.unmatrix(rows[:, None, None, None].expand(block.matrix(weight).shape))
             weight.mul_(shrink)
-        return radii
+        return lengths
 
     def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:
         """Steps at lr 1 of layers of one shape, [layer · group, unit, column]."""
         groups = layers[0].block.groups
-        x = torch.cat([layer.matrix.view(groups, -1, layer.matrix.shape[1]) for layer in layers])
-        factor = polar.polar(x.bfloat16() if x.is_cuda else x, self.steps).to(x.dtype)
+        x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
+        narrow = x.is_cuda and x.dtype != torch.float64  # GPUs multiply in bfloat16 many times as fast
+        factor = polar.polar(x.bfloat16() if narrow else x, self.steps).to(x.dtype)
         squares = [layer.state["line_square"] for layer in layers]
         fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
         put(squares, means, ok)
-        factor = polar.normalize_lines(factor, torch.cat([s.view(groups, -1) for s in means]))
+        factor = polar.normalize_lines(factor, torch.cat([s.reshape(groups, -1) for s in means]))
         lengths = torch.cat([layer.length_on_w(part) for layer, part in zip(layers, factor.split(groups), strict=True)])
-        radii = torch.cat([layer.radius for layer in layers])
-        return factor * (radii / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
+        wanted = torch.cat([layer.length for layer in layers])
+        return factor * (wanted / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
 
     def _write(self, layers: "Sequence[Layer]", directions: Tensor) -> None:
         """Write the steps where the optimizer looks for them: weights and biases have stepsizes of their own."""
-        for layer, step in zip(layers, directions.view(len(layers), -1, directions.shape[-1]), strict=True):
+        for layer, step in zip(layers, directions.reshape(len(layers), -1, directions.shape[-1]), strict=True):
             block, target = layer.block, layer.target
             own = dtensor.part(step, block.weight) if dtensor.sharded(block.weight) else step
             rate, *bias_rates = block.rates()
@@ -132,7 +136,7 @@ class Layer:
     state: dict[str, Tensor]
     target: Tensor
     matrix: Tensor
-    radius: Tensor
+    length: Tensor
     scale: Tensor | None
 
     def length_on_w(self, step: Tensor) -> Tensor:
@@ -140,6 +144,11 @@ class Layer:
         columns = step.shape[-1] - len(self.block.biases)
         weights = step[..., :columns] if self.scale is None else step[..., :columns] * self.scale
         return torch.linalg.vector_norm(weights, dim=(-2, -1))
+
+
+def first_radius(radius: Tensor, norm: Tensor, block: Any) -> Tensor:
+    """The radius of each group, found before the first step: its norm, at least that of rows of length 1."""
+    return torch.where(radius > 0, radius, norm.clamp(min=(block.units / block.groups) ** 0.5))
 
 
 def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:

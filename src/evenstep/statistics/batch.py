@@ -1,6 +1,6 @@
-"""Batch statistics of one layer: what its forward and backward passes have added up since the last step.
+"""Batch statistics of one layer: the sums over its forward and backward passes since the last step.
 
-They only add; a step averages. Their tensors are not buffers of a module, which DDP would broadcast.
+Hooks only add; a step averages. The tensors are not buffers of a module, which DDP would broadcast.
 """
 
 import math
@@ -42,10 +42,10 @@ def plan_call(x: Tensor | None, look: Look, limit: int | None) -> CallPlan:
 
 
 class ForwardState:
-    """What is known of the model's forward passes since the last step.
+    """The model's forward passes since the last step.
 
-    `clocks` numbers them, with one tensor per device. A call outside of them reads `outside`: NaN, which equals no
-    number. The flags are for the host.
+    They are numbered by a clock, a tensor per device. A call outside of them reads NaN, which equals no number. The
+    flags are for the host.
     """
 
     running = False  # a forward pass is running
@@ -55,20 +55,24 @@ class ForwardState:
     last: Any = None  # the statistics of the layer that was called last, eagerly
 
     def __init__(self) -> None:
-        """Clocks are made when a device is first used."""
-        self.clocks: dict[torch.device, Tensor] = {}
-        self.outside: dict[torch.device, Tensor] = {}
+        self.clocks: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def clocks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The clock on a device, and the tensor that calls outside of forward passes read there."""
         if device not in self.clocks:
-            self.clocks[device] = torch.zeros((), device=device)
-            self.outside[device] = torch.full((), torch.nan, device=device)
-        return self.clocks[device], self.outside[device]
+            self.clocks[device] = torch.zeros((), device=device), torch.full((), torch.nan, device=device)
+        return self.clocks[device]
 
     def contain_this_call(self) -> bool:
         """Whether the current call is part of a forward pass."""
         return self.running or (not torch.compiler.is_compiling() and self.started and graph_task_id() != -1)
+
+    def note(self, layer: "LayerStatistics", *, empty: bool) -> None:
+        """Note an eager call of a layer."""
+        self.saw_rows |= not empty
+        self.saw_empty |= empty
+        if graph_task_id() == -1:  # reentrant checkpointing calls early layers again during the backward pass
+            self.last = layer
 
     def clear(self) -> None:
         """Start over after a step."""
@@ -139,20 +143,9 @@ class LayerStatistics:
 
     # reading
 
-    @property
-    def rows(self) -> Tensor:
-        """The number of rows of inputs."""
-        return self.tally[0]
-
-    @property
-    def applied(self) -> Tensor:
-        """How often the weight was used."""
-        return self.tally[2]
-
-    @property
-    def examples(self) -> Tensor:
-        """The number of examples."""
-        return self.tally[3]
+    rows = property(lambda self: self.tally[0], doc="The number of rows of inputs.")
+    applied = property(lambda self: self.tally[2], doc="How often the weight was used.")
+    examples = property(lambda self: self.tally[3], doc="The number of examples.")
 
     def sums(self) -> Sums:
         """The sums of all rows, with the zeros that the layer inserts."""
@@ -162,8 +155,7 @@ class LayerStatistics:
 
     def counts(self) -> list[float]:
         """The tally as numbers (reads the device)."""
-        found: list[float] = self.tally.tolist()
-        return found
+        return list(self.tally.tolist())
 
     # adding
 

@@ -1,12 +1,12 @@
-"""The only file that registers hooks: they add what passes through layers to tensors that `step()` reads.
+"""The only file that registers hooks: they add up the inputs of layers in tensors that `step()` reads.
 
 A hook only adds. It does not average, allocate state or wait for the device, so that a forward pass may be repeated,
-split, recomputed or compiled. The hooks of a copied or pickled model do nothing.
+split, recomputed or compiled. It runs after the layer, whose output tells the sharing count without arithmetic.
 """
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..math.moments import sum_about
-from ..model.layer_kinds import BY_SHAPE, LayerKind, first_input, rows_of
+from ..model.layer_kinds import BY_SHAPE, first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
 from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
@@ -49,26 +49,23 @@ class SquaredGradient(torch.autograd.Function):
 
 
 class Hook:
-    """A hook that does nothing, as copied and pickled models have them. The hooks below are copied to such ones."""
+    """A hook that does nothing: copies and pickles of a model get this for the hooks below."""
 
     def __call__(self, *args: Any) -> Any:
         """Do nothing."""
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
-        """What copies and pickles make of it."""
         return Hook, ()
 
 
 class LayerHook(Hook):
     """The forward hook of one module: adds its calls to the statistics of its weights."""
 
-    def __init__(
-        self, kind: LayerKind, layers: list[LayerStatistics | None], batch_dim: int, needs: Statistics
-    ) -> None:
-        """`layers` has one place per slot of the kind, None for a slot that is not trained."""
-        self.kind, self.layers, self.batch_dim = kind, layers, batch_dim
+    def __init__(self, entry: Entry, layers: list[LayerStatistics | None], needs: Statistics) -> None:
+        """`layers` has one place per slot of the layer's kind, None for a slot that is not trained."""
+        self.kind, self.layers, self.batch_dim = entry.kind, layers, entry.batch_dim
         self.plans: dict[Any, CallPlan] = {}
-        self.planned = needs == Statistics.INPUTS and type(kind) in BY_SHAPE  # calls of one shape are alike
+        self.planned = needs == Statistics.INPUTS and type(entry.kind) in BY_SHAPE  # calls of one shape are alike
         self.forwards = next(layer.forwards for layer in layers if layer is not None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -89,9 +86,7 @@ class LayerHook(Hook):
                 if layer is None or look is None:
                     continue
                 if eager:
-                    self.forwards.last = layer
-                    self.forwards.saw_rows |= look.applied > 0
-                    self.forwards.saw_empty |= look.applied == 0
+                    self.forwards.note(layer, empty=look.applied == 0)
                 if look.applied:
                     layer.add_call(look._replace(x=shards.visible(look.x, look.dim)))
         return self._hook_gradient(output)
@@ -99,21 +94,20 @@ class LayerHook(Hook):
     def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
         """Add an eager call with a plain tensor that is not empty, on a CPU or GPU; False if it is another one."""
         x, layer = args[0] if args else first_input(args, kwargs), self.layers[0]
-        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
+        plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
+        if not plain or layer is None:
             return False
         key = x.shape, x.stride(), output.shape
         plan = self.plans.get(key)
         if plan is None:
             (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            if layer is None or look is None or not look.applied or not x.numel():
+            if look is None or not look.applied or not x.numel():
                 return False
             if len(self.plans) > PLANS:
                 self.plans.clear()
             plan = self.plans[key] = plan_call(x, look, layer.limit)
-        assert layer is not None
         layer.add_planned_call(x, plan)
-        self.forwards.saw_rows = True
-        self.forwards.last = layer
+        self.forwards.note(layer, empty=False)
         return True
 
     def _hook_gradient(self, output: Any) -> Any:
@@ -140,7 +134,10 @@ class LayerHook(Hook):
 
 
 class ForwardStart(Hook):
-    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples."""
+    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples.
+
+    So repeated calls of a layer, which share examples, can be told from micro-batches, which do not.
+    """
 
     def __init__(self, forwards: ForwardState) -> None:
         self.forwards = forwards
@@ -150,8 +147,9 @@ class ForwardStart(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
             return
+        # compiled code guards the attributes it reads: these are the same at the start of every pass
         self.forwards.running = self.forwards.started = True
-        for clock in self.forwards.clocks.values():
+        for clock, _ in self.forwards.clocks.values():
             with torch.no_grad():
                 clock.copy_((clock + 1).remainder(2**20))
 
@@ -172,12 +170,12 @@ class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
     def __init__(
-        self, model: nn.Module, entries: Iterable[Entry], needs: Statistics, rows: Callable[[Entry], int | None]
+        self, model: nn.Module | None, entries: list[Entry], needs: Statistics, limits: Sequence[int | None] = ()
     ) -> None:
-        """For `entries`, whatever the coordinates need; at most `rows(entry)` rows of a call are read."""
-        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), list(entries)
+        """For `entries`; `limits` are the numbers of rows that are read of a call of each, None for all."""
+        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), entries
         self.layers: dict[str, LayerStatistics] = {}
-        for entry in self.entries:
+        for entry, limit in zip(entries, limits, strict=True):
             groups, units, inputs, _ = entry.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
             self.layers[entry.name] = LayerStatistics(
@@ -185,7 +183,7 @@ class ModelStatistics:
                 groups * units if gradients else 0,
                 entry.weight,
                 stuffed=entry.kind.stuffed,
-                limit=rows(entry),
+                limit=limit,
                 forwards=self.forwards,
             )
         self._handles: list[RemovableHandle] = []
@@ -201,12 +199,11 @@ class ModelStatistics:
             for _, module in entry.places:
                 modules.setdefault(module, {})[entry.slot.weight] = entry
         for module, found in modules.items():
-            kind, batch_dim = (first := next(iter(found.values()))).kind, first.batch_dim
-            entries = [found.get(slot.weight) for slot in kind.slots(module)]
-            layers = [None if entry is None else self.layers[entry.name] for entry in entries]
-            hook = LayerHook(kind, layers, batch_dim, self.needs)
+            entry = next(iter(found.values()))
+            of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
+            hook = LayerHook(entry, [self.layers[e.name] if e else None for e in of_slot], self.needs)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        if self.layers:
+        if self.model is not None and self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
             self._handles.append(self.model.register_forward_pre_hook(start, prepend=True))
             self._handles.append(self.model.register_forward_hook(end, always_call=True))
@@ -276,6 +273,7 @@ def recomputing() -> bool:
 def in_transform() -> bool:
     """Whether `torch.func`, `torch.jit.trace` or `torch.export` runs this eager code.
 
-    Hooks cannot keep the tensors of these; what they make of a model runs without hooks.
+    Hooks cannot keep the tensors of these, and their results run without hooks. `torch.compiler.is_exporting()` does
+    not help: it is always true in torch 2.11.
     """
     return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -81,18 +81,18 @@ class TorchStep:
         self.raised: Tensor | None = None
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
         self.scales: list[BlockScales] = []
+        self.alpha: Tensor | None = None  # α of whole layers, packed
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        # gradients first: a compiler that meets parameters as keys of the state would guard each gradient
         grads = [gradient(p).to(self.dtype) for p in self.parameters]
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
         scales = self.coordinates.at(self.kept, self.batch, self.layers)
-        self.raised, self.scales = scales.raised, self._by_block(scales)
+        self.raised, self.alpha, self.scales = scales.raised, scales.alpha, self._by_block(scales)
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
         if self.group["maximize"]:
@@ -202,13 +202,16 @@ class TorchStep:
         return OnV(weights, torch.stack(rows) if rows else None)
 
     def column_scales(self) -> list[Tensor | None]:
-        """α β of each column of the blocks' matrices."""
-        scales = [None if c.inputs is None else c.inputs.alpha * c.inputs.beta for c in self.scales]
-        kernels = [block.matrix(dtensor.local(block.weight)).shape[3] for block in self.blocks]
-        return [
-            None if s is None else s.repeat_interleave(kernel, 1).unsqueeze(1)
-            for s, kernel in zip(scales, kernels, strict=True)
-        ]
+        """α β of each column of the blocks' matrices; of whole layers, whatever rows this rank has."""
+        if self.alpha is None:
+            return [None] * len(self.blocks)
+        found: list[Tensor | None] = []
+        alphas = torch.split(self.alpha, self.layers.inputs.sizes)
+        for block, alpha, c in zip(self.blocks, alphas, self.scales, strict=True):
+            kernel = block.matrix(dtensor.local(block.weight)).shape[3]
+            scale = alpha.view(block.groups, -1).repeat_interleave(kernel, 1).unsqueeze(1)
+            found.append(scale if c.beta is None else scale * c.beta)
+        return found
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""

@@ -1,1 +1,1 @@
-"""The contract of torch.optim."""
+"""What torch.optim expects of an optimizer."""

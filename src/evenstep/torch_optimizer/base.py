@@ -1,4 +1,4 @@
-"""torch.optim's contract but for the step: groups, copies, checkpoints; and the model whose layers are watched."""
+"""What torch.optim expects of an optimizer, except `step()`: groups, copies, checkpoints; and the model with hooks."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
-from .two_optimizers import claim, release
+from .two_optimizers import attached, claim
 
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
 
 class ModelOptimizer(Optimizer):
-    """An optimizer that may know the model of its parameters."""
+    """An optimizer of parameters, and of the model that they belong to, if it is known."""
 
     coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
     rule: Rule = Rule()
@@ -50,9 +50,9 @@ class ModelOptimizer(Optimizer):
             self.attach(model)
 
     def _detached(self) -> None:
-        """What it has before it knows a model, as a copy has it, too."""
+        """Begin without a model, as a copy does, too."""
         self._owner = type(self).__name__
-        self._statistics: ModelStatistics | None = None
+        self._statistics = ModelStatistics(None, [], self.needs)
         self._coordinates: dict[Any, Coordinates] = {}
         self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
@@ -66,13 +66,8 @@ class ModelOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
-        own = {k: self.__dict__[k] for k in self._copied if k in self.__dict__}
-        return {
-            **super().__getstate__(),
-            **own,
-            "_whole": self._whole,
-            "process_group": distributed.lasting(self.process_group),
-        }
+        own = {k: self.__dict__[k] for k in (*self._copied, "_whole") if k in self.__dict__}
+        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -89,8 +84,8 @@ class ModelOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with the group's hyperparameters checked."""
-        if self._whole and self.param_groups:  # they have names, then, though nobody gave any
-            model = None if self._statistics is None else self._statistics.model
+        model = self._statistics.model
+        if self._whole and self.param_groups:  # the other groups have names, so torch wants some here, too
             param_group = {**param_group, "params": named(param_group["params"], model)}
         full = {**self.defaults, **param_group}
         options.check(self._owner, full)
@@ -100,21 +95,21 @@ class ModelOptimizer(Optimizer):
         super().add_param_group(param_group)
         refuse_unsupported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
-        if self._statistics is not None and self._watching:
-            self.attach(self._statistics.model)
+        if model is not None and self._watching:
+            self.attach(model)
 
     # the model
 
     def attach(self, model: nn.Module) -> None:
-        """Watch the layers of `model` whose parameters this optimizer holds."""
-        held, present = self._groups(), {id(p) for p in model.parameters()}
-        if not held.keys() & present:
+        """Watch the layers of `model` whose parameters this optimizer trains."""
+        groups, present = self._groups(), {id(p) for p in model.parameters()}
+        if not groups.keys() & present:
             raise ValueError(
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
-        former = model if self._statistics is None else self._statistics.model
-        if self.needs and held.keys() & {id(p) for p in former.parameters()} - present:
+        former = self._statistics.model or model
+        if self.needs and groups.keys() & {id(p) for p in former.parameters()} - present:
             self._warn(
                 "former",
                 f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
@@ -122,15 +117,11 @@ class ModelOptimizer(Optimizer):
                 "holds both.",
             )
         self.detach()
-        self._members = held.keys() & (present | self._members if former is model else present)
-        entries, self._left_out = survey(model, lambda name, weight: why_not(held.get(id(weight), {}), name))
-        trained = [e for e in entries if any(p is not None and id(p) in held for p in [e.weight, *e.biases])]
-        self._statistics = ModelStatistics(
-            model,
-            trained,
-            self.needs,
-            rows=lambda entry: held.get(id(entry.weight), {}).get("rows"),
-        )
+        self._members = groups.keys() & (present | self._members if former is model else present)
+        entries, self._left_out = survey(model, lambda name, p: excluded(groups.get(id(p), {}), name))
+        trained = [e for e in entries if any(p is not None and id(p) in groups for p in [e.weight, *e.biases])]
+        limits = [groups.get(id(entry.weight), {}).get("rows") for entry in trained]
+        self._statistics = ModelStatistics(model, trained, self.needs, limits)
         self._complete, self._watching, self._pool = False, True, distributed.Pool()
         self._recentre()
         if (rival := claim(self)) is not None:
@@ -147,9 +138,8 @@ class ModelOptimizer(Optimizer):
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
         self._watching = False
-        release(self)
-        if self._statistics is not None:
-            self._statistics.detach()
+        attached.discard(self)
+        self._statistics.detach()
 
     def refresh(self) -> None:
         """Look at the model again after surgery on its layers.
@@ -158,9 +148,9 @@ class ModelOptimizer(Optimizer):
         ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
         from parameters keeps to those.
         """
-        if self._statistics is None:
-            raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         model = self._statistics.model
+        if model is None:
+            raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         if self._whole:
             follow_model(self.param_groups, model, self._members)
             kept = {id(p) for group in self.param_groups for p in group["params"]}
@@ -178,19 +168,16 @@ class ModelOptimizer(Optimizer):
 
         A layer whose input is not visible takes fan-in coordinates, and so do biases that move without their weight.
         """
-        rule = self._rule_of(group, entry, alone)
+        rule, reads_gradients = self._rule_of(group), self.needs >= Statistics.GRADIENTS
         if entry is None:
             return self._kept(Coordinates, rule), rule, True
-        kind = self.coordinates
-        hidden = not entry.slot.input_visible or (kind.needs >= Statistics.GRADIENTS and not entry.slot.output_visible)
-        if kind.needs and (alone or hidden):
-            kind = FanIn
+        visible = entry.slot.input_visible and (entry.slot.output_visible or not reads_gradients)
+        kind = self.coordinates if (visible and not alone) or not self.needs else FanIn
         # a stepsize for gradients in canonical coordinates is far too small elsewhere
-        uses_plain_lr = self.needs >= Statistics.GRADIENTS and kind is FanIn
-        return self._kept(kind, rule), rule, uses_plain_lr
+        return self._kept(kind, rule), rule, reads_gradients and kind is FanIn
 
-    def _rule_of(self, group: Group, entry: Entry | None, alone: bool) -> Rule:
-        """The rule of a block."""
+    def _rule_of(self, group: Group) -> Rule:
+        """The rule of blocks in a group."""
         return self.rule
 
     def _kept(self, kind: type[Coordinates], rule: Rule, **settings: Any) -> Coordinates:
@@ -203,22 +190,19 @@ class ModelOptimizer(Optimizer):
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
     def _layer_statistics(self, block: Block) -> LayerStatistics | None:
-        return None if self._statistics is None or block.entry is None else self._statistics.layers[block.entry.name]
+        return None if block.entry is None else self._statistics.layers[block.entry.name]
 
     def _with_statistics(self, blocks: list[Block]) -> list[tuple[Block, LayerStatistics | None]]:
         return [(block, self._layer_statistics(block)) for block in blocks]
 
     def _blocks(self, trains: Callable[[Tensor], bool], groups: list[Group] | None = None) -> list[Block]:
-        entries = [] if self._statistics is None else self._statistics.entries
-        return gather(groups or self.param_groups, entries, self._choose, trains)
+        return gather(groups or self.param_groups, self._statistics.entries, self._choose, trains)
 
-    # what it tells
+    # reports
 
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
-        if watched is None:
-            return coverage_of(self.param_groups, blocks)
         return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
 
     def __repr__(self) -> str:
@@ -265,7 +249,7 @@ class ModelOptimizer(Optimizer):
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
     def _torch_state(self) -> tuple[set[str], bool]:
-        """Names of state beside the fields of coordinates and rule, and whether all state has a torch rule's shapes."""
+        """Names of state beyond the fields of coordinates and rule; whether all state has a torch rule's shapes."""
         return {"step"}, False
 
     def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
@@ -275,14 +259,15 @@ class ModelOptimizer(Optimizer):
         if not problems:
             pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
             groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
-            names, torchs = self._torch_state()
             problems = checkpoints.group_problems(self._owner, groups)
-            if not problems:  # state is what it would be with the saved options
-                expected: dict[Tensor, checkpoints.Expected] = {}
-                for block in self._blocks(lambda p: True, groups):
-                    expected |= checkpoints.expected_of(block, self._layer_statistics(block), torchs)
-                known = names if mark is None else None
-                problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
+        if not problems:  # state is what it would be with the saved options
+            names, torchs = self._torch_state()
+            own = {**self.coordinates.state, **self.rule.state(0.0)}
+            expected: dict[Tensor, checkpoints.Expected] = {}
+            for block in self._blocks(lambda p: True, groups):
+                expected |= checkpoints.expected_of(block, self._layer_statistics(block), own, torchs)
+            known = names if mark is None else None
+            problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
         checkpoints.refuse(self._owner, problems)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,13 +282,13 @@ class ModelOptimizer(Optimizer):
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
         final: dict[str, Any] = {}
 
-        def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        def check(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             loaded = checkpoints.by_name(loaded, self.param_groups)
             self._check(loaded, mark)
             final.update(loaded)
             return final
 
-        handle = self.register_load_state_dict_pre_hook(take)
+        handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -315,16 +300,15 @@ class ModelOptimizer(Optimizer):
         self._recentre()
 
     def _recentre(self) -> None:
-        """Make hooks sum about the running means, as after a step, and forget what is staged."""
+        """Make hooks sum about the running means, as after a step, and drop the sums so far."""
         self._pool.settled.clear()
-        if self._statistics is not None:
-            self._statistics.clear()
-            pairs = [(self.state.get(e.weight, {}), stage) for e, stage in self._statistics.items()]
-            pairs = [(state, stage) for state, stage in pairs if "mx" in state]
-            centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
-            recentre([stage for _, stage in pairs], centres)
+        self._statistics.clear()
+        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.items()]
+        pairs = [(state, layer) for state, layer in pairs if "mx" in state]
+        centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
+        recentre([layer for _, layer in pairs], centres)
 
 
-def why_not(group: dict[str, Any], name: str) -> str | None:
-    """Why a layer's parameter of this name has been left out by its group; None if it has not."""
+def excluded(group: dict[str, Any], name: str) -> str | None:
+    """Why a parameter's group leaves it out of its layer; None if it does not."""
     return next((f"excluded by '{p}'" for p in group.get("exclude", ()) if fnmatchcase(name, p)), None)

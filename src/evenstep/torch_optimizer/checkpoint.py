@@ -6,24 +6,21 @@ plain dict has none, nor has one that a framework took apart; the names of its s
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import options
-from ..coordinates.canonical import Canonical
-from ..coordinates.coordinates import Field
+from ..coordinates.coordinates import Field, Schema
 from ..parallel import dtensor
-from ..rules.unit import UnitRule
 from ..statistics.batch import LayerStatistics
 from ..step.block import Block
 from ..step.state import fields_of, shape_of
 
 FORMAT = 2  # 0: no mark, no step counts under rules that keep none. 1: checksums; UnitStep was called EvenStep
-# fields that mean the same under every rule, and those of torch's rules that are never negative
-OWN = {**Canonical.state, **UnitRule().state(momentum=0.0), "step": Field("count", nonnegative=True)}
+RENAMED = "0.1's EvenStep is UnitStep now: load it into UnitStep"
 TORCHS_NONNEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 NUMBERS = ("step", "mu_product")  # Python numbers in older versions of torch
 LISTED = 8  # problems named in one error
@@ -51,57 +48,57 @@ def mark_problems(mark: Mapping[str, Any], writer: str) -> list[str]:
     if not isinstance(number, int) or number > FORMAT:
         return [f"its format is {number!r}, this version reads up to {FORMAT}: update evenstep"]
     if number < 2 and saved_by == "EvenStep":
-        saved_by = "UnitStep"
+        return [] if writer == "UnitStep" else [RENAMED]
     return [] if saved_by == writer else [f"it was saved by {saved_by}, not by {writer}"]
 
 
 class Expected(NamedTuple):
     """What the state of one parameter must be.
 
-    `fields` by name, with the shapes allowed. What a torch rule keeps has one of `rule_shapes`, and `rule_dtype`: None
-    if the rule is not torch's, so that only our own fields can be checked.
+    `fields` are our own, with the shapes allowed: None for a field that other parameters of the optimizer have. What a
+    torch rule keeps has one of `rule_shapes`, and `rule_dtype`: None if the rule is not torch's, so that only our own
+    fields can be checked.
     """
 
-    fields: dict[str, tuple[Field, Shapes]]
+    fields: dict[str, tuple[Field, Shapes | None]]
     rule_shapes: Shapes
     rule_dtype: torch.dtype | None
 
 
-def expected_of(block: Block, layer: LayerStatistics | None, torch_rule: bool) -> dict[Tensor, Expected]:
-    """What the state of each parameter of a block must be."""
-    found: dict[Tensor, Expected] = {}
+def expected_of(
+    block: Block, layer: LayerStatistics | None, own: Schema, torch_rule: bool
+) -> Iterator[tuple[Tensor, Expected]]:
+    """What the state of each parameter of a block must be; `own` has all fields that the optimizer knows."""
     for p in block.parameters:
-        own = {tuple(p.shape)} | SCALAR
+        shapes = {tuple(p.shape)} | SCALAR
         if p is block.weight and block.entry is not None and not block.alone:  # a rule may see the layer as one matrix
             columns = p.numel() // max(1, block.units)
-            own |= {(block.units, columns + more) for more in range(len(block.entry.biases) + 1)}
+            shapes |= {(block.units, columns + more) for more in range(len(block.entry.biases) + 1)}
         elif block.entry is None and block.group.get("joint") and p.dim() > 1:  # the model may be attached later
-            own |= {(len(p), p[0].numel() + more) for more in range(2)}
-        found[p] = Expected({}, own, p.dtype if torch_rule else None)
-    for p, name, field in fields_of(block):
-        shape = tuple(shape_of(field, block, layer, p))
-        found[p].fields[name] = field, SCALAR if shape in SCALAR else {shape}
-    return found
+            shapes |= {(len(p), p[0].numel() + more) for more in range(2)}
+        fields: dict[str, tuple[Field, Shapes | None]] = {name: (field, None) for name, field in own.items()}
+        fields["step"] = Field("count", nonnegative=True), SCALAR
+        if not torch_rule:
+            fields["momentum_buffer"] = Field("parameter"), shapes
+        for q, name, field in fields_of(block):
+            if q is p:
+                shape = tuple(shape_of(field, block, layer, p))
+                fields[name] = field, SCALAR if shape in SCALAR else {shape}
+        yield p, Expected(fields, shapes, p.dtype if torch_rule else None)
 
 
 def by_name(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     """The state_dict with each group's parameters in the order of `groups`, if only the order of names differs."""
     if structure_problems(state_dict, groups):
         return state_dict
-    pairs = zip(state_dict["param_groups"], groups, strict=True)
-    return {**state_dict, "param_groups": [in_order(saved, live.get("param_names", ())) for saved, live in pairs]}
-
-
-def in_order(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """A saved group with its parameters in the order of `names`, if it has the same names.
-
-    >>> in_order({"params": [0, 1], "param_names": ["a", "b"]}, ["b", "a"])
-    {'params': [1, 0], 'param_names': ['b', 'a']}
-    """
-    places = dict(zip(group.get("param_names", ()), group.get("params", ()), strict=False))
-    if places.keys() != set(names) or not len(places) == len(names) == len(group["params"]):
-        return group
-    return {**group, "params": [places[name] for name in names], "param_names": list(names)}
+    ordered = []
+    for saved, live in zip(state_dict["param_groups"], groups, strict=True):
+        names, keys = list(live.get("param_names", ())), saved["params"]
+        key_of = dict(zip(saved.get("param_names", ()), keys, strict=False))
+        if key_of.keys() == set(names) and len(key_of) == len(names) == len(keys):
+            saved = {**saved, "params": [key_of[name] for name in names], "param_names": names}
+        ordered.append(saved)
+    return {**state_dict, "param_groups": ordered}
 
 
 def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -109,21 +106,19 @@ def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> 
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict))[:4] if isinstance(state_dict, Mapping) else type(state_dict).__name__
         return [f"an optimizer's has 'state' and 'param_groups'; got {got}"]
-    state, saved = state_dict["state"], state_dict["param_groups"]
+    saved = state_dict["param_groups"]
     lists = isinstance(saved, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in saved
     )
-    if not isinstance(state, Mapping) or not lists:
+    if not isinstance(state_dict["state"], Mapping) or not lists:
         return ["'state' must be a dict, 'param_groups' a list of dicts with a list of 'params' each"]
     if len(saved) != len(groups):
         return [f"loaded state dict has a different number of parameter groups: {len(saved)}, here {len(groups)}"]
-    sizes = [(len(theirs["params"]), len(ours["params"])) for theirs, ours in zip(saved, groups, strict=True)]
-    if any(theirs != ours for theirs, ours in sizes):
-        return [
-            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-            + ", ".join(f"group {k} has {theirs}, here {ours}" for k, (theirs, ours) in enumerate(sizes))
-        ]
-    return []
+    theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if theirs == ours:
+        return []
+    sizes = ", ".join(f"group {k} has {n}, here {ours[k]}" for k, n in enumerate(theirs))
+    return [f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: {sizes}"]
 
 
 def group_problems(owner: str, groups: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -152,32 +147,34 @@ def all_state_problems(
     params = [p for group in groups for p in group["params"]]
     names = [name for group in groups for name in group.get("param_names", map(str, range(len(group["params"]))))]
     state = state_dict["state"]
-    unknown = [f"state of an unknown parameter {key}" for key in state if isinstance(key, int) and key not in keys]
-    return unknown + [
-        f"'{name}' {problem}"
-        for key, name, p in zip(keys, names, params, strict=True)
-        if key in state
-        for problem in state_problems(state[key], expected[p], known)
-    ]
+    found = [f"state of an unknown parameter {key}" for key in state if isinstance(key, int) and key not in keys]
+    for key, name, p in zip(keys, names, params, strict=True):
+        if key in state:
+            found += [f"'{name}' {problem}" for problem in state_problems(state[key], expected[p], known)]
+    return found
 
 
-def state_problems(kept: Any, expected: Expected, known: set[str] | None) -> list[str]:
+def state_problems(kept: Any, expected: Expected, known: set[str] | None) -> Iterator[str]:
     """What is wrong with the state of one parameter."""
     if not isinstance(kept, Mapping):
-        return [f"has {described(kept)} for its state; a dict is allowed"]
-    problems = []
-    required = {name for name in expected.fields if name != "momentum_buffer"}  # which may be asked for later
+        yield f"has {described(kept)} for its state; a dict is allowed"
+        return
+    optional = {"momentum_buffer", "step"}  # momentum may be asked for later; older formats had no counts
+    required = {name for name, (_, shapes) in expected.fields.items() if shapes is not None} - optional
     if known is not None:
-        allowed = known | {"momentum_buffer"} | OWN.keys() | expected.fields.keys()
-        problems += [f"has {name}, which is no state of this optimizer" for name in kept if name not in allowed]
+        allowed = known | {"momentum_buffer"} | expected.fields.keys()
+        for name in [name for name in kept if name not in allowed]:
+            hint = f" ({RENAMED})" if name == "square_mass" else ""
+            yield f"has {name}, which is no state of this optimizer{hint}"
         required |= known & {"step"}
     elif not required & kept.keys():
         required = set()
     if kept and (lacking := sorted(required - kept.keys())):
-        problems.append(f"lacks {', '.join(lacking)}")
-    checked = kept if expected.rule_dtype is not None else {"momentum_buffer"} | OWN.keys() | expected.fields.keys()
-    found = {name: value_problem(name, value, expected) for name, value in kept.items() if name in checked}
-    return problems + [f"has {name} {problem}" for name, problem in found.items() if problem]
+        yield f"lacks {', '.join(lacking)}"
+    for name, value in kept.items():
+        checked = expected.rule_dtype is not None or name in expected.fields
+        if checked and (problem := value_problem(name, value, expected)):
+            yield f"has {name} {problem}"
 
 
 def value_problem(name: str, value: Any, expected: Expected) -> str | None:
@@ -186,9 +183,7 @@ def value_problem(name: str, value: Any, expected: Expected) -> str | None:
         return None if math.isfinite(value) and value >= 0 else f"= {value}; a finite number >= 0 is allowed"
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
         return f"of type {described(value)}; a dense floating-point tensor is allowed"
-    field, shapes = expected.fields.get(name, (OWN.get(name), SCALAR if name == "step" else None))
-    if field is None:
-        shapes = expected.rule_shapes
+    field, shapes = expected.fields.get(name, (None, expected.rule_shapes))
     if shapes is not None and tuple(value.shape) not in shapes:
         return f"of shape {list(value.shape)}; {' or '.join(str(list(s)) for s in sorted(shapes))} is allowed"
     if field is not None and field.per != "parameter" and value.dtype not in (torch.float32, torch.float64):
@@ -196,15 +191,10 @@ def value_problem(name: str, value: Any, expected: Expected) -> str | None:
     if field is None and value.dim() and value.dtype != (expected.rule_dtype or value.dtype):
         return f"of type {described(value)}; {expected.rule_dtype}, as its parameter, is allowed"
     nonnegative = name in TORCHS_NONNEGATIVE if field is None else field.nonnegative
-    if value.is_meta or valid(value, 0.0 if nonnegative else torch.finfo(value.dtype).min):
+    least, own = 0.0 if nonnegative else torch.finfo(value.dtype).min, dtensor.local(value)
+    if value.is_meta or ((own >= least) & (own < torch.inf)).all():
         return None
     return "with values that are negative or not finite" if nonnegative else "with values not finite"
-
-
-def valid(value: Tensor, least: float) -> bool:
-    """Whether all values are finite and at least `least`."""
-    value = dtensor.local(value)
-    return bool(((value >= least) & (value < torch.inf)).all())
 
 
 def described(value: Any) -> str:

@@ -1,7 +1,7 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..parallel import reduce
-from ..statistics.batch import LayerStatistics
 from ..step import plan as plans
 from ..step.block import Block
 from ..step.gradients import gradient
@@ -37,16 +36,6 @@ NO_RATIO = (
 )
 
 
-class Monitor(Protocol):
-    """Told of every step: each block before its batch joins the moments, then the end."""
-
-    def note(self, block: Block, stage: LayerStatistics | None, state: dict[str, Any]) -> None:
-        """One block."""
-
-    def end_step(self) -> None:
-        """All blocks have been noted."""
-
-
 class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
 
@@ -57,7 +46,7 @@ class CoordinateOptimizer(ModelOptimizer):
         self._plan: Plan | None = None
         self._stale = False  # whether state has been made or loaded since the plan
         self._retired: list[Plan] = []  # plans whose tensors CUDA graphs may still use
-        self._monitors: list[Monitor] = []
+        self._monitors: list[Any] = []  # are told of each block before its batch joins the moments, and of each step
         self._world = 1  # how many ranks took part in the last step
 
     @torch.no_grad()
@@ -71,29 +60,25 @@ class CoordinateOptimizer(ModelOptimizer):
         ready = self._prepare_on_host() if compiled else self._prepare(compiled=False)
         if ready is not None:
             self._make(*ready)
-        if self._statistics is not None:
-            self._statistics.clear()
+        self._statistics.clear()
         return loss
 
     @_disable_dynamo
     def _prepare_on_host(self) -> tuple[Plan, Tensor | None] | None:
-        """What compilers leave to the host."""
+        """Blocks, state and warnings are Python's business; a compiled step is one graph of what follows."""
         return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
-        """The plan of this step, with its state, and whether ranks have found their gradients finite.
+        """The plan of this step, and whether the gradients of all ranks are finite (None: one rank).
 
-        After an empty batch only what has a gradient that is not zero moves; None if nothing has.
+        After an empty batch only parameters whose gradients are not zero move; None if there are none.
         """
         first = not self._complete
-        if first:
-            self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._complete, self._stale = True, True
         for group in self.param_groups:
             if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
                 self._warn("plain_lr", NO_RATIO)
-        forwards = None if self._statistics is None else self._statistics.forwards
-        busy = forwards is None or forwards.saw_rows or not forwards.saw_empty
+        forwards = self._statistics.forwards
+        busy = forwards.saw_rows or not forwards.saw_empty
         ranks = reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
@@ -109,24 +94,24 @@ class CoordinateOptimizer(ModelOptimizer):
         return plan, None if agreed is None else agreed.finite
 
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
-        """Add up the batch statistics over ranks; every rank takes part, whatever it saw."""
+        """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
-        if self._statistics is not None and self.needs > Statistics.NOTHING:
-            for entry, stage in self._statistics.items():
-                mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
-                reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
-                parts.append(reduce.Part(stage, mass, reduction))
+        for entry, layer in self._statistics.items() if self.needs else []:
+            mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
+            reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
+            parts.append(reduce.Part(layer, mass, reduction))
         return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
         """The plan; made again when parameters, gradients or groups come and go.
 
-        State that has been taken away is made anew, as torch's optimizers do.
+        Missing state is made: before the first step, and where it has been deleted, as torch's optimizers do. Old plans
+        are not kept: each has buffers as large as the model, and random sets of gradients never come back.
         """
         signature = plans.signature(self.param_groups, compiled)
-        if self._plan is not None and self._plan.lacks(self.state):
+        if not self._complete or (self._plan is not None and self._plan.lacks(self.state)):
             self._init_state(self._blocks(lambda p: p.requires_grad or p.grad is not None))
-            self._stale = True
+            self._complete = self._stale = True
         if self._plan is None or self._stale or not self._plan.current(signature):
             blocks = self._blocks(lambda p: p.grad is not None)
             plans.refuse_sparse(self._owner, blocks)
@@ -139,31 +124,28 @@ class CoordinateOptimizer(ModelOptimizer):
         return self._plan
 
     def _init_state(self, blocks: list[Block]) -> None:
-        """Give every parameter of these blocks the state it lacks, all of it at once: checkpoints need every key."""
+        """Give every parameter of these blocks the state it lacks: checkpoints need every key at once."""
         for block in blocks:
-            counted = self._counted(block)
+            counted = block.rule.counted(block)
             for p in block.parameters:
-                self._follow(p, keep_step=all(p is not other for other in counted))
+                ours = any(p is other for other in counted)  # torch's rules keep their step counts on the CPU
+                for name, value in self.state[p].items():
+                    if isinstance(value, Tensor) and value.device != p.device and (ours or name != "step"):
+                        self.state[p][name] = value.to(p.device)
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
-            stage = self._layer_statistics(block)
-            if stage is not None:
-                stage.to(block.weight.device)
-            init_state(self.state, block, stage)
-
-    def _follow(self, p: Tensor, keep_step: bool) -> None:
-        """Move a parameter's state to the device it is on now; torch's rules keep step counts on the CPU."""
-        for name, value in self.state[p].items():
-            if isinstance(value, Tensor) and value.device != p.device and not (keep_step and name == "step"):
-                self.state[p][name] = value.to(p.device)
-
-    def _counted(self, block: Block) -> list[Tensor]:
-        """The parameters whose steps we count: every parameter needs some state, or checkpointers refuse it."""
-        return block.rule.counted(block)
+            layer = self._layer_statistics(block)
+            if layer is not None:
+                layer.to(block.weight.device)
+            init_state(self.state, block, layer)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
-        """Make the step of all blocks; `agreed` is whether ranks have found all gradients finite."""
+        """Make the step of all blocks; `agreed` is whether the gradients of all ranks are finite."""
+        if torch.compiler.is_compiling():  # a compiler that meets parameters as keys of the state guards each gradient
+            for block in plan.blocks:
+                for p in block.parameters:
+                    gradient(p)
         divisor = self._divisor()
         for step in plan.steps:
             step.look(divisor)
@@ -177,15 +159,16 @@ class CoordinateOptimizer(ModelOptimizer):
         if not all(step.all_seen for step in plan.steps):
             self._warn_unseen(plan.blocks, wait=False)
         self._direct(plan, ok)
-        for step in plan.steps:
-            step.move(masked(ok, step))
+        masks = [None if ok is None else ok.to(step.device) for step in plan.steps]
+        for step, mask in zip(plan.steps, masks, strict=True):
+            step.move(mask)
         for monitor in self._monitors:
             for block in plan.blocks:
                 monitor.note(block, self._layer_statistics(block), self.state[block.weight])
             monitor.end_step()
-        for step in plan.steps:
-            step.commit(masked(ok, step))
-        counts = [self.state[p]["step"] for block in plan.blocks for p in self._counted(block)]
+        for step, mask in zip(plan.steps, masks, strict=True):
+            step.commit(mask)
+        counts = [self.state[p]["step"] for block in plan.blocks for p in block.rule.counted(block)]
         if counts:
             one = counts[0].new_ones(()) if ok is None else ok.to(counts[0])
             foreach.add_(counts, [one] * len(counts))
@@ -200,7 +183,7 @@ class CoordinateOptimizer(ModelOptimizer):
         return None
 
     def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
-        """Whether all of these hold: None or False where the host may know, else a bool on the device, a mask.
+        """Whether all of these hold: None (yes) or False if the host may read them, else a mask on the device.
 
         A step that is not finite is counted.
         """
@@ -208,18 +191,14 @@ class CoordinateOptimizer(ModelOptimizer):
             return None
         device = finite[0].device
         ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
-        wait = self._reads_device and not any(group["capturable"] for group in self.param_groups)
-        if not torch.compiler.is_compiling() and (wait or self._host_reads(device)):
+        capturable = any(group["capturable"] for group in self.param_groups)
+        if not (torch.compiler.is_compiling() or capturable) and (self._reads_device or device.type == "cpu"):
             if ok:
                 return None
             self._nonfinite.add_(1)
             return False
         self._nonfinite.add_((~ok).to(self._nonfinite.device))
         return ok
-
-    def _host_reads(self, device: torch.device) -> bool:
-        """Whether the host may look at a bool there: on the CPU, unless the step must be capturable."""
-        return device.type == "cpu" and not any(group["capturable"] for group in self.param_groups)
 
     def _warn_unseen(self, blocks: list[Block], wait: bool) -> None:
         """Warn once of tensors without a model, and of a layer with a gradient but no statistics of this step.
@@ -228,7 +207,7 @@ class CoordinateOptimizer(ModelOptimizer):
         """
         if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
-        if self._statistics is None and blocks:
+        if self._statistics.model is None and blocks:
             self._warn("unseen", NO_MODEL)
         for block, layer in self._with_statistics(blocks):
             if layer is None or block.entry is None or not block.weight.requires_grad:
@@ -237,8 +216,3 @@ class CoordinateOptimizer(ModelOptimizer):
             if readable and not layer.applied:
                 self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
                 return
-
-
-def masked(ok: Tensor | None, step: Any) -> Tensor | None:
-    """The mask on the device of a step."""
-    return ok if ok is None else ok.to(step.device)

@@ -1,4 +1,4 @@
-"""Parameters and groups: from what a user gives, and after the model has changed."""
+"""Parameters and groups: from the arguments of a constructor, and after the model has changed."""
 
 from collections.abc import Iterable, Set
 from typing import Any
@@ -25,7 +25,7 @@ def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any
 
 
 def refuse_unsupported(owner: str, params: Iterable[Tensor]) -> None:
-    """Real, dense parameters alone."""
+    """Refuse parameters that are not real and dense."""
     for p in params:
         if p.is_complex():
             raise ValueError(f"{owner}: complex parameters are not supported; train torch.view_as_real(p) instead.")
@@ -38,22 +38,21 @@ def named(params: Any, model: nn.Module | None) -> Any:
     if isinstance(params, set):
         return params
     known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    given = [params] if isinstance(params, Tensor) else params
-    return [p if isinstance(p, tuple) else (known.get(id(p), f"added.{k}"), p) for k, p in enumerate(given)]
+    params = [params] if isinstance(params, Tensor) else params
+    return [p if isinstance(p, tuple) else (known.get(id(p), f"added.{k}"), p) for k, p in enumerate(params)]
 
 
 def follow_model(groups: list[dict[str, Any]], model: nn.Module, members: Set[int]) -> None:
-    """Drop from named groups those of the model's `members` (ids) that have left it, and add what is new in it.
+    """Drop from named groups those of the model's `members` (ids) that have left it, and add its new parameters.
 
     New ones go to the first group, which is kept in the model's order.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    held = {id(p) for group in groups for p in group["params"]}
-    groups[0]["params"] += [p for p in model.parameters() if id(p) not in held]
-    groups[0]["param_names"] += [name for name, p in model.named_parameters() if id(p) not in held]
+    old = {id(p) for group in groups for p in group["params"]}
+    new = [(name, p) for name, p in model.named_parameters() if id(p) not in old]
     order = {i: k for k, i in enumerate(names)}
     for group in groups:
-        pairs = zip(group["param_names"], group["params"], strict=True)
+        pairs = [*zip(group["param_names"], group["params"], strict=True), *(new if group is groups[0] else [])]
         stay = [(names.get(id(p), name), p) for name, p in pairs if id(p) in names or id(p) not in members]
         if group is groups[0]:
             stay.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
@@ -61,6 +60,6 @@ def follow_model(groups: list[dict[str, Any]], model: nn.Module, members: Set[in
 
 
 def at_rest(groups: list[dict[str, Any]]) -> bool:
-    """Whether all stepsizes are 0, as in a step that frameworks make to create state; another device is not asked."""
+    """Whether all stepsizes are 0, as in a step that frameworks make to create state; never waits for a device."""
     lrs = [group["lr"] for group in groups]
     return not any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in lrs) and not any(lrs)

@@ -2,45 +2,31 @@
 
 import gc
 import weakref
-from typing import Any, Protocol
+from typing import Any
+
+attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-class Claimant(Protocol):
-    """Anything with parameter groups, as `torch.optim.Optimizer` has them."""
-
-    param_groups: list[dict[str, Any]]
-
-
-_claimants: "weakref.WeakSet[Claimant]" = weakref.WeakSet()
-
-
-def claim(optimizer: Claimant) -> str | None:
+def claim(optimizer: Any) -> str | None:
     """Record that `optimizer` is attached; a warning if another attached optimizer trains some of its parameters."""
-    _claimants.add(optimizer)
-    if _rival(optimizer) is not None:
+    attached.add(optimizer)
+    ours = trained(optimizer)
+
+    def rivals() -> list[Any]:
+        return [other for other in attached if other is not optimizer and ours & trained(other)]
+
+    if rivals():
         gc.collect()  # a scheduler and its optimizer refer to each other, so a deleted one may still be waiting
-    rival = _rival(optimizer)
-    if rival is None:
-        return None
-    ours, theirs, name = _trained(optimizer), _trained(rival), type(rival).__name__
-    return (
-        f"{len(ours & theirs)} of its {len(ours)} parameters are also trained by another optimizer, a {name} that is "
-        f"still attached to their model, so each would be moved twice; if that {name} is no longer used, call its "
-        "detach(), else give each optimizer its own parameters."
-    )
+    for rival in rivals():
+        name = type(rival).__name__
+        return (
+            f"{len(ours & trained(rival))} of its {len(ours)} parameters are also trained by another optimizer, a "
+            f"{name} that is still attached to their model, so each would be moved twice; if that {name} is no longer "
+            "used, call its detach(), else give each optimizer its own parameters."
+        )
+    return None
 
 
-def release(optimizer: Claimant) -> None:
-    """Record that `optimizer` is detached."""
-    _claimants.discard(optimizer)
-
-
-def _rival(optimizer: Claimant) -> Claimant | None:
-    """Another attached optimizer that trains some of the parameters of `optimizer`."""
-    ours = _trained(optimizer)
-    return next((other for other in _claimants if other is not optimizer and ours & _trained(other)), None)
-
-
-def _trained(optimizer: Claimant) -> set[int]:
+def trained(optimizer: Any) -> set[int]:
     """The ids of the parameters that `optimizer` trains."""
     return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from .. import bench, bench_goals, display, records, usage
 from ..bench_contenders import CONTENDERS, package_in
 from ..bench_models import SUBJECTS
+from ..reading import Record
 
 DEFAULT_MODELS = ("paper-cnn", "paper-cnn-4")
 DEFAULT_CONTENDERS = ("sgd", "batch-norm", "whitened-sgd", "unitstep")
@@ -16,44 +18,23 @@ DEFAULT_CONTENDERS = ("sgd", "batch-norm", "whitened-sgd", "unitstep")
 class Options:
     """Time training steps of several optimizers on the same network, interleaved in one process, as ratios."""
 
-    suite: str | None = None
-    """Run all rows of a suite, gpu or cpu, with its own networks, contenders and settings; --model, --contenders and
-    --rounds restrict or replace them."""
-    goals: bool = False
-    """Compare with the goals of the suite (of --device, if no --suite is given); exit code 1 if one fails."""
-    against: Path | None = None
-    """The src folder of another checkout: its optimizers are timed in the same rounds, and ratios new / old printed."""
-    model: tuple[str, ...] = ()
-    """Networks: paper-cnn and paper-cnn-4 (the default), alexnet, resnet50, vit-b16, gpt2-small,
-    gpt-tiny, mlp."""
-    contenders: tuple[str, ...] = ()
-    """Optimizers: sgd, batch-norm (SGD with it), whitened-sgd, unitstep (these are the default), whitened-adamw,
-    adamw-fused, muon. whitened-adamw is divided by adamw-fused where that takes part, the others by sgd, or else by the
-    first."""
-    device: str = "cpu"
-    """Where to train: cpu, cuda, ..."""
-    batch: tuple[int, ...] = ()
-    """Batch sizes; without any, each network's usual one."""
-    rounds: int | None = None
-    """Measurements of each contender; 50 unless the suite has its own number."""
-    compiled: bool = False
-    """Compile the networks."""
-    autocast: bool = False
-    """Compute in bfloat16 where autocast does."""
-    half: bool = False
-    """Keep the networks themselves in bfloat16."""
-    channels_last: bool = False
-    """Lay images out with channels last."""
-    sweep: bool = False
-    """Measure how the cost grows with width, batch and depth of a dense network, beside the networks of --model."""
-    seed: int = 0
-    """Seed of weights and data."""
-    threads: int = 0
-    """CPU threads; 0 leaves them as they are."""
-    records: Path = Path("runs/bench.jsonl")
-    """File to which records are appended."""
-    table: Path | None = None
-    """Time nothing: print the records of this file as a table for the docs, or with --goals beside their goals."""
+    suite: Annotated[str | None, "Run a suite, gpu or cpu; --model, --contenders, --rounds change it."] = None
+    goals: Annotated[bool, "Compare with the goals of the suite (or of --device); exit code 1 if one fails."] = False
+    against: Annotated[Path | None, "The src folder of another checkout, to be timed in the same rounds."] = None
+    model: Annotated[tuple[str, ...], f"Networks, of {', '.join(SUBJECTS)} (default: {' '.join(DEFAULT_MODELS)})."] = ()
+    contenders: Annotated[tuple[str, ...], f"Optimizers, of {', '.join(CONTENDERS)}."] = ()
+    device: Annotated[str, "Where to train: cpu, cuda, ..."] = "cpu"
+    batch: Annotated[tuple[int, ...], "Batch sizes; without any, each network's usual one."] = ()
+    rounds: Annotated[int | None, "Measurements of each contender; 50 unless the suite has its own number."] = None
+    compiled: Annotated[bool, "Compile the networks."] = False
+    autocast: Annotated[bool, "Compute in bfloat16 where autocast does."] = False
+    half: Annotated[bool, "Keep the networks themselves in bfloat16."] = False
+    channels_last: Annotated[bool, "Lay images out with channels last."] = False
+    sweep: Annotated[bool, "Measure how the cost grows with the size of a dense network, too."] = False
+    seed: Annotated[int, "Seed of weights and data."] = 0
+    threads: Annotated[int, "CPU threads; 0 leaves them as they are."] = 0
+    records: Annotated[Path, "File to which records are appended."] = Path("runs/bench.jsonl")
+    table: Annotated[Path | None, "Time nothing: print this file's records as a table, or by --goals."] = None
 
 
 def main(options: Options) -> int:
@@ -72,12 +53,12 @@ def main(options: Options) -> int:
     return code or int(len(found) < len(wanted))
 
 
-def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record]:
+def measured(wanted: Sequence[bench.Setting], path: Path) -> list[Record]:
     """Run the comparisons; each record is kept and printed at once, and a failed one does not end the others."""
     found = []
-    with display.bar(sum(s.rounds for s in wanted)) as bar:
+    with display.Bar(sum(s.rounds for s in wanted)) as bar:
         for setting in wanted:
-            bar.show(setting.model)
+            bar.say(setting.model, keep=False)
             try:
                 found.append(records.append(path, bench.run(setting, lambda _: bar.advance())))
             except (RuntimeError, ValueError, Warning) as error:  # no memory, not compiled, or it saw no inputs
@@ -87,17 +68,15 @@ def measured(wanted: Sequence[bench.Setting], path: Path) -> list[records.Record
     return found
 
 
-def recorded(path: Path) -> list[records.Record]:
+def recorded(path: Path) -> list[Record]:
     """The records of bench in a file; a UsageError if there are none."""
     found = [r for r in records.read(path) if r["config"].get("bench") is True] if path.is_file() else []
     if not found:
         raise usage.UsageError(f"--table {path}: no record of bench there; give a file that --records wrote")
-    for row in (row for record in found for row in record["metrics"] if row["contender"] == "evenstep"):
-        row["contender"] = "unitstep"  # UnitStep was called EvenStep in version 0.1
     return found
 
 
-def judged(found: Sequence[records.Record]) -> int:
+def judged(found: Sequence[Record]) -> int:
     """Print the records' goals; the exit code, 1 if one fails."""
     rows = bench_goals.verdicts(found)
     if not rows:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 from ..data import Arrays, Text
@@ -18,16 +19,11 @@ STEPSIZES: Mapping[str, Sequence[float]] = {name: METHODS[name].stepsizes for na
 class Options:
     """Train the paper's CNN by six methods, four stepsizes each, in minutes; end with a table and a report."""
 
-    out: Path = Path("runs/demo")
-    """Folder for the records, the report and the figures; finished runs in it are not repeated."""
-    seed: int = 0
-    """Seed of the first weights and of the order of the data."""
-    epochs: int = 7
-    """Passes over the training images per run."""
-    data: str = "fashion"
-    """`fashion` for the images in the package, or a path to other images."""
-    device: str = "cpu"
-    """Where to train: cpu, cuda, mps, ..."""
+    out: Annotated[Path, "Folder for the records, the report and the figures."] = Path("runs/demo")
+    seed: Annotated[int, "Seed of the first weights and of the order of the data."] = 0
+    epochs: Annotated[int, "Passes over the training images per run."] = 7
+    data: Annotated[str, "`fashion` for the images in the package, or a path to other images."] = "fashion"
+    device: Annotated[str, "Where to train: cpu, cuda, mps, ..."] = "cpu"
 
 
 def main(
@@ -47,8 +43,9 @@ def main(
         stopped = running.run_trials(trials, arrays, path, device)
     if finished := sweep.recorded(trials, arrays, path):
         with running.optional("figure 2"):
-            from .. import plots
+            from .. import drawing, plots
 
-            files = plots.save(plots.plot(finished), path.parent, "figure2")
+            figure = plots.figure2(finished)
+            files = [drawing.save(figure, path.parent / f"figure2.{ending}") for ending in ("png", "svg")]
             print(f"Figure 2: {', '.join(map(str, files))}")
     return running.conclude(path, stopped)

@@ -1,8 +1,8 @@
 """`evenstep doctor`: what UnitStep would do to a model of your own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from .. import usage
 
@@ -11,14 +11,10 @@ from .. import usage
 class Options:
     """Say how UnitStep would treat each parameter of your model, and what it would cost in memory and time."""
 
-    model: str = field(metadata={"metavar": "FILE.py:FUNCTION"})
-    """The function in your file that builds the model."""
-    input: str | None = field(default=None, metadata={"metavar": "SHAPE"})
-    """Shape of a batch, such as 8x3x32x32, to count and time a step; or define `inputs()` in the file."""
-    device: str = "cpu"
-    """Where to time it: cpu, cuda, mps, ..."""
-    seed: int = 0
-    """Seed of the model's weights and of the batch."""
+    model: Annotated[str, "The function in your file that builds the model.", "FILE.py:FUNCTION"]
+    input: Annotated[str | None, "Shape of a batch, such as 8x3x32x32, to time a step.", "SHAPE"] = None
+    device: Annotated[str, "Where to time it: cpu, cuda, mps, ..."] = "cpu"
+    seed: Annotated[int, "Seed of the model's weights and of the batch."] = 0
 
 
 def main(options: Options) -> int:
@@ -46,9 +42,7 @@ def main(options: Options) -> int:
     for name, floats in diagnosis.state_floats(model).items():
         print(f"  {name:<22}{floats:>20.3f}{4 * floats * trained / 1e6:>17.3g}")
     if arguments is None:
-        print(
-            "\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to count and time a step."
-        )
+        print("\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to time a step.")
         return 0
 
     args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)
@@ -57,14 +51,9 @@ def main(options: Options) -> int:
         return user_code.scalar(network(*args, **kwargs))
 
     way_out = _way_out(options, args, path)
-    cost = user_code.guarded(path, lambda: diagnosis.cost(model, coverage, call), way_out)
     times = user_code.guarded(path, lambda: diagnosis.measure(model, call, device), way_out)
     print(
-        f"\nArithmetic: {cost.flops / 1e9:.3g} GFLOP forward and backward; sums over layer inputs add "
-        f"{cost.added / max(1.0, cost.flops):.2%} and read {cost.read / 1e6:.3g} MB again."
-    )
-    print(
-        f"Time: {1e3 * times.unitstep:.2f} ms a step against {1e3 * times.sgd:.2f} ms of SGD with momentum, "
+        f"\nTime: {1e3 * times.unitstep:.2f} ms a step against {1e3 * times.sgd:.2f} ms of SGD with momentum, "
         f"{times.unitstep / times.sgd:.2f} times (median of {times.rounds} of each, interleaved)."
     )
     return 0

@@ -1,8 +1,9 @@
 """`evenstep report`: one page from the records of a folder."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 
@@ -11,12 +12,8 @@ from .. import usage
 class Options:
     """Write report.html, one page that opens offline, and plain SVG figures from the records in a folder."""
 
-    folder: Path = field(metadata={"metavar": "FOLDER"})
-    """Folder with *.jsonl records; the report is written there. With --markdown also a single file."""
-    tensorboard: Path | None = field(default=None, metadata={"metavar": "DIR"})
-    """Also write every run's curves there for TensorBoard."""
-    markdown: bool = False
-    """Write nothing: print the tables of every comparison as Markdown."""
+    folder: Annotated[Path, "Folder with *.jsonl records; with --markdown also a single file.", "FOLDER"]
+    markdown: Annotated[bool, "Write nothing: print the tables of every comparison as Markdown."] = False
 
 
 def main(options: Options) -> int:
@@ -39,11 +36,6 @@ def main(options: Options) -> int:
         print("\n\n".join(map(tables.markdown, comparison.comparisons(found.runs))))
         return 0
     usage.writable_folder(folder)
-    if options.tensorboard is not None:
-        from .. import tensorboard
-
-        tensorboard.export(found.runs, usage.writable_folder(options.tensorboard, "--tensorboard"))
-        print(f"For TensorBoard: {options.tensorboard}")
     from .. import report
 
     print(f"Report: {report.write(folder, found)}")

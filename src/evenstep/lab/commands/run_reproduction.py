@@ -1,8 +1,8 @@
 """`evenstep reproduce`: the paper's figures and claims, one experiment each."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import experiments, usage
 
@@ -13,21 +13,14 @@ NAMES = f"{', '.join(experiments.EXPERIMENTS)}, or all."
 class Options:
     """Repeat the paper's experiments and say which of its claims held; finished runs are kept and not repeated."""
 
-    experiments: tuple[str, ...] = field(metadata={"metavar": "EXPERIMENT", "help": NAMES})
-    data: str | None = field(default=None, metadata={"metavar": "PATH"})
-    """CIFAR-10, idx files or an image folder, or a folder with several of them; default: the images in the package."""
-    data_name: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """The name of the data in figures, where they are a copy that differs from the original."""
-    quick: bool = False
-    """Seconds instead of hours: only shows that everything runs."""
-    seed: int = 0
-    """First seed."""
-    budget: float | None = field(default=None, metadata={"metavar": "SECONDS"})
-    """Begin no run that is likely to end after so many seconds; the same command goes on later."""
-    device: str = "cpu"
-    """Where to train: cpu, cuda, mps, ..."""
-    out: Path = Path("runs/reproduce")
-    """Folder for the records, the figures and the report."""
+    experiments: Annotated[tuple[str, ...], NAMES, "EXPERIMENT"]
+    data: Annotated[str | None, "Images, or a folder with several sets; default: the package's.", "PATH"] = None
+    data_name: Annotated[str | None, "Name of the data in figures, if a copy that was altered.", "NAME"] = None
+    quick: Annotated[bool, "Seconds instead of hours: only shows that everything runs."] = False
+    seed: Annotated[int, "First seed."] = 0
+    budget: Annotated[float | None, "Begin no run after so many seconds.", "SECONDS"] = None
+    device: Annotated[str, "Where to train: cpu, cuda, mps, ..."] = "cpu"
+    out: Annotated[Path, "Folder for the records, the figures and the report."] = Path("runs/reproduce")
 
 
 def main(options: Options) -> int:
@@ -42,22 +35,20 @@ def main(options: Options) -> int:
     if device.type == "cuda":
         reproduce.fast_cuda()
     wanted = experiments.Options(options.quick, options.data, options.data_name, options.seed)
-    left, stopped, pieces = names, False, 1
-    with running.one_thread(), display.bar(1) as bar:
+    left, stopped = names, False
+    with running.one_thread(), display.Bar(1) as bar:
 
         def show(what: str, done: int, total: int) -> None:
-            nonlocal pieces
-            pieces = max(1, total)
             bar.say(what)
-            bar.at(done, pieces)
+            bar.at(done, total)
 
         try:
-            left = reproduce.reproduce(names, wanted, out, device, options.budget, show, print)
+            left = reproduce.reproduce(names, wanted, out, device, options.budget, show, bar.print)
         except KeyboardInterrupt:
             stopped = True
         if not (stopped or left):
-            bar.at(pieces, pieces)
-    conclude(out, print)
+            bar.at(bar.total, bar.total)
+    conclude(out)
     if stopped or left:
         why = "Stopped" if stopped else "Out of time"
         print(f"{why}: finished runs are kept; the same command goes on with the rest.")
@@ -68,18 +59,20 @@ def main(options: Options) -> int:
     return 130 if stopped else 3 if left else 0
 
 
-def conclude(out: Path, warn: Callable[[str], None]) -> None:
-    """Judge the claims by the records in `out`, print and keep the verdicts, and draw the figures."""
-    from .. import reproduce, reproduction, running, verdicts
+def conclude(out: Path) -> None:
+    """Judge the claims by the records in `out`, print the verdicts, and draw the figures."""
+    from .. import reproduce, reproduction, running
 
-    kept = reproduce.everything(out, warn)
-    found = [v for name, records in kept.items() for v in verdicts.judge(name, experiments.EXPERIMENTS[name], records)]
-    for verdict in found:
-        print(f"{verdict.experiment}: {verdict.claim} ({verdict.section})\n  {verdict.word}. {verdict.text}")
+    found, faults = reproduce.everything(out)
+    for fault in faults:
+        print(fault)
+    for name, records in found.items():
+        for claim in experiments.EXPERIMENTS[name].CLAIMS:
+            verdict = claim.judge(records)
+            print(f"{name}: {claim.text} ({claim.section})\n  {verdict.word}. {verdict.text}")
     if found:
-        verdicts.write(out, found)
         with running.optional("figures"):
-            reproduction.write(out, out, kept)
+            reproduction.write(out, out, found)
 
 
 def chosen(names: tuple[str, ...]) -> list[str]:

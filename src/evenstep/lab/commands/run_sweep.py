@@ -1,8 +1,9 @@
 """`evenstep sweep`: methods at many stepsizes and seeds, into one file of records and a report."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 from ..methods import METHODS
@@ -16,17 +17,11 @@ OWN = "default"  # stands for each method's own stepsizes
 class Options(shared.Setting):
     """Train methods at many stepsizes and seeds; finished runs are kept, and the same command continues from there."""
 
-    methods: tuple[str, ...] = field(
-        default=("sg", "adam", "unitstep"), metadata={"help": f"Methods to compare: {', '.join(METHODS)}."}
-    )
-    stepsizes: tuple[str, ...] = field(default=(OWN,), metadata={"metavar": "NUMBER"})
-    """Stepsizes for every method, or `default` for each method's own."""
-    seeds: tuple[int, ...] = field(default=(0,), metadata={"flags": ["--seed"]})
-    """Seeds of the first weights and of the order of the data."""
-    out: Path = Path("runs/sweep")
-    """Folder for the records and the report."""
-    study: str | None = field(default=None, metadata={"metavar": "URL"})
-    """Share the sweep with other processes and machines through an Optuna study: a journal file or a database."""
+    methods: Annotated[tuple[str, ...], f"Methods to compare: {', '.join(METHODS)}."] = ("sg", "adam", "unitstep")
+    stepsizes: Annotated[tuple[str, ...], "Stepsizes, or `default` for each method's own.", "NUMBER"] = (OWN,)
+    seeds: Annotated[tuple[int, ...], "Seeds of weights and order of the data.", "--seed"] = (0,)
+    out: Annotated[Path, "Folder for the records and the report."] = Path("runs/sweep")
+    study: Annotated[str | None, "Share the sweep through an Optuna study: a journal file or a database.", "URL"] = None
 
 
 def main(options: Options) -> int:

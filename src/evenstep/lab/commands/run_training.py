@@ -1,7 +1,8 @@
 """`evenstep train`: one training, with a checkpoint after each epoch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from .. import usage
 from ..methods import METHODS
@@ -14,18 +15,15 @@ from . import shared
 class Options(shared.Setting):
     """Train one network by one method; a checkpoint follows each epoch, and the same command continues from it."""
 
-    method: str = field(default="unitstep", metadata={"help": f"Method to train by: {', '.join(METHODS)}."})
-    lr: str = field(default="0.05", metadata={"metavar": "NUMBER"})
-    """Stepsize."""
-    seed: int = 0
-    """Seed of the first weights and of the order of the data."""
-    out: Path = Path("runs/train")
-    """Folder for the checkpoint, the record and the report."""
+    method: Annotated[str, f"Method to train by: {', '.join(METHODS)}."] = "unitstep"
+    lr: Annotated[str, "Stepsize.", "NUMBER"] = "0.05"
+    seed: Annotated[int, "Seed of the first weights and of the order of the data."] = 0
+    out: Annotated[Path, "Folder for the checkpoint, the record and the report."] = Path("runs/train")
 
 
 def main(options: Options) -> int:
-    """Train from the last checkpoint on, and report; the exit code. Under torchrun only the first process reports."""
-    from .. import distributed, records, running, sweep, trial
+    """Train from the last checkpoint on, and report; the exit code."""
+    from .. import records, running, sweep, trial
 
     wanted = shared.trial(options, options.method, usage.stepsize(options.lr, "--lr"), options.seed)
     device = usage.usable_device(options.device)
@@ -33,43 +31,37 @@ def main(options: Options) -> int:
     wanted = shared.fitted(wanted, arrays)
     shared.try_out(wanted, arrays, device)
     out = usage.writable_folder(options.out)
-    path, messages = out / "records.jsonl", list[str]()
-    finished = sweep.recorded([wanted], arrays, path, messages.append)
-    with running.one_thread(), distributed.joined(device) as mine:
-        first = distributed.rank() == 0
-        if first and messages:
-            print(*messages, sep="\n")
-        training = trial.start(wanted, arrays, mine)
-        if stopped := carry_out(training, wanted, out / "checkpoint.pt", first):
+    path = out / "records.jsonl"
+    finished = sweep.recorded([wanted], arrays, path, print)
+    with running.one_thread():
+        training = trial.start(wanted, arrays, device)
+        if stopped := carry_out(training, wanted, out / "checkpoint.pt"):
             return 130
-        if first and not finished:
-            record = records.make(trial.config(wanted, arrays), wanted.seed, training.rows, mine)
-            record["environment"]["processes"] = distributed.size()
+        if not finished:
+            record = records.make(trial.config(wanted, arrays), wanted.seed, training.rows, device)
             records.append(path, record, once=True)
-    return running.conclude(path, stopped) if first else 0
+    return running.conclude(path, stopped)
 
 
-def carry_out(training: Training, trial: Trial, path: Path, first: bool) -> bool:
+def carry_out(training: Training, trial: Trial, path: Path) -> bool:
     """Train from the checkpoint to the end behind a progress bar; whether the user stopped it (Ctrl-C)."""
     from .. import checkpoint, display
     from ..trial import config
 
     what = config(trial, training.data)
-    if checkpoint.restore(training, what, path) and first:
+    if checkpoint.restore(training, what, path):
         print(f"Going on after epoch {len(training.rows)}, from {path}.")
-    with display.bar(trial.epochs, len(training.rows), quiet=not first) as bar:
+    with display.Bar(trial.epochs, len(training.rows)) as bar:
         bar.say(f"{trial.method}, stepsize {trial.lr:g}")
 
         def keep(row: Epoch) -> None:
-            if first:
-                checkpoint.save(training, what, path)
+            checkpoint.save(training, what, path)
             bar.advance(display.epoch_line(row))
 
         try:
             training.finish(keep)
         except KeyboardInterrupt:
-            if first:
-                kept = f"{len(training.rows)} of {trial.epochs} epochs"
-                print(f"Stopped: {kept} are kept; the same command goes on from there.")
+            kept = f"{len(training.rows)} of {trial.epochs} epochs"
+            print(f"Stopped: {kept} are kept; the same command goes on from there.")
             return True
     return False

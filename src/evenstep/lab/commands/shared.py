@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
 from torch.nn import functional
@@ -24,24 +24,15 @@ UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, Arith
 class Setting:
     """Network, data and length of a training."""
 
-    model: str = field(default="paper_cnn", metadata={"help": f"Network to train: {', '.join(MODELS)}."})
-    data: str = "fashion"
-    """`fashion` for the images in the package, or a path: CIFAR-10, idx files, an image folder, a text."""
-    epochs: int = 10
-    """Passes over the training set."""
-    batch_size: int = 64
-    """Examples per step."""
-    augment: tuple[str, ...] = field(
-        default=(), metadata={"help": f"Random changes of the images: any of {', '.join(AUGMENTATIONS)}."}
-    )
-    decay_lr: bool = False
-    """Let the stepsize fall linearly to zero."""
-    options: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=VALUE"})
-    """Keywords of the optimizer, such as momentum=0.9."""
-    model_options: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=VALUE"})
-    """Keywords of the network, such as width=2."""
-    device: str = "cpu"
-    """Where to train: cpu, cuda, mps, ..."""
+    model: Annotated[str, f"Network to train: {', '.join(MODELS)}."] = "paper_cnn"
+    data: Annotated[str, "`fashion`, or a path: CIFAR-10, idx files, an image folder, a text."] = "fashion"
+    epochs: Annotated[int, "Passes over the training set."] = 10
+    batch_size: Annotated[int, "Examples per step."] = 64
+    augment: Annotated[tuple[str, ...], f"Random changes of the images: any of {', '.join(AUGMENTATIONS)}."] = ()
+    decay_lr: Annotated[bool, "Let the stepsize fall linearly to zero."] = False
+    options: Annotated[tuple[str, ...], "Keywords of the optimizer, as momentum=0.9.", "NAME=VALUE"] = ()
+    model_options: Annotated[tuple[str, ...], "Keywords of the network, as width=2.", "NAME=VALUE"] = ()
+    device: Annotated[str, "Where to train: cpu, cuda, mps, ..."] = "cpu"
 
 
 def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..records import Record
+from ..reading import Record
 
 Figure = Any  # matplotlib's, which is imported only to draw
 
@@ -17,6 +17,11 @@ class Verdict(NamedTuple):
 
     held: bool | None
     text: str
+
+    @property
+    def word(self) -> str:
+        """Whether it held, for readers."""
+        return {True: "held", False: "did not hold", None: "undecided"}[self.held]
 
 
 class NotRun(Exception):

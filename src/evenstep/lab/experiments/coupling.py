@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...math import change_of_variables as coordinates
 from ...math import constants
-from ..records import Record
+from ..reading import Record
 from .common import Figure, NotRun, Verdict, below, claim
 from .fig2 import UNGUARDED
 from .session import Session

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...math import stepsize
-from ..records import Record
+from ..reading import Record
 from .common import Figure, NotRun, Verdict, claim
 from .session import Session
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from ..records import Record
+from ..reading import Record
 from ..summary import final_loss
 from .common import Figure, NotRun, Verdict, below, claim
 from .session import Session
@@ -87,7 +87,7 @@ def slightly(records: list[Record]) -> Verdict:
 def right(records: list[Record]) -> Verdict:
     """Whitening against batch norm: far below is at most half of its loss."""
     lower, ratio, text = share(records, WHITENING, BATCH_NORM)
-    added = "; ".join(summary(records, c) for c in OURS if c.mine(records))
+    added = "; ".join(summary(records, c) for c in OURS if c.runs_in(records))
     if lower and ratio > 0.5:
         return Verdict(None, f"{text} (lower, but not far). Ours: {added}.")
     return Verdict(lower, f"{text}. Ours: {added}.")
@@ -100,8 +100,8 @@ def right(records: list[Record]) -> Verdict:
 )
 def canonical(records: list[Record]) -> Verdict:
     """Canonical scaling: as good as the best, and how soon beyond its best stepsize it fails."""
-    mine = CANONICAL.mine(records)
-    rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.mine(records)]
+    mine = CANONICAL.runs_in(records)
+    rivals = [at_best(records, c) for c in (SG, BATCH_NORM) if c.runs_in(records)]
     if not mine or not rivals:
         raise NotRun
     better = min(rivals, key=lambda runs: min(losses(runs)))

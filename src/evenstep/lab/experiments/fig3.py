@@ -20,7 +20,7 @@ from .. import trial
 from ..data import Arrays
 from ..evaluate import evaluate
 from ..parallel_trials import WARM_UP, side_stream
-from ..records import Record
+from ..reading import Record
 from ..train import Training
 from ..trial import Trial
 from .common import Figure, NotRun, Verdict, claim, failures_expected

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..records import Record, dumps
+from ..reading import Record
+from ..records import dumps
 from .common import Figure, NotRun, Verdict, claim, spread
 from .fig2 import BATCH_NORM, GUARDED, WHITENING, settings
 from .session import Session
@@ -45,7 +46,7 @@ def run(session: Session) -> list[Record]:
     found = tuned(session, [(contender, how) for contender in PLAIN], arrays)
     seed = session.options.seed
 
-    def stage(wanted: Iterable[tuple[Contender, Sequence[float]]], count: int) -> list[Record]:
+    def train(wanted: Iterable[tuple[Contender, Sequence[float]]], count: int) -> list[Record]:
         seeds = range(seed, seed + count)
         return session.train([t for c, rates in wanted for t in c.trials(rates, seeds, how)], arrays)
 
@@ -53,7 +54,7 @@ def run(session: Session) -> list[Record]:
         rates = middle(contender.stepsizes, 1 if quick else 3)
         return [(with_l2(contender, l2), rates) for l2 in strengths]
 
-    first = stage([one for c in PENALIZED for one in grid(c, STRENGTHS[:2] if quick else STRENGTHS)], 1)
+    first = train([one for c in PENALIZED for one in grid(c, STRENGTHS[:2] if quick else STRENGTHS)], 1)
     best: list[tuple[Contender, Sequence[float]]] = []
     for contender in PENALIZED:
         mine = penalized(first, contender)
@@ -61,13 +62,13 @@ def run(session: Session) -> list[Record]:
         best.append((with_l2(contender, strength(winner)), [winner["config"]["lr"]]))
         further = None if quick else next_strength(mine)
         best += [] if further is None else grid(contender, [further])
-    last = stage(best, 2 if quick else 3)
+    last = train(best, 2 if quick else 3)
     return list({dumps(r["config"]): r for r in (*found, *first, *last)}.values())
 
 
 def penalized(records: list[Record], contender: Contender) -> list[Record]:
     """The contender's runs with L2."""
-    return [r for l2 in strengths(records) for r in with_l2(contender, l2).mine(records)]
+    return [r for l2 in strengths(records) for r in with_l2(contender, l2).runs_in(records)]
 
 
 def next_strength(records: list[Record]) -> float | None:
@@ -113,7 +114,7 @@ def recovered(records: list[Record]) -> Verdict:
     if not (theirs and ours):
         raise NotRun
     held = statistics.fmean(ours) >= statistics.fmean(theirs) - CLOSE
-    both = "; ".join(summary(records, contender) for contender in PENALIZED if contender.mine(records))
+    both = "; ".join(summary(records, contender) for contender in PENALIZED if contender.runs_in(records))
     return Verdict(held, f"Test accuracy: batch norm {spread(theirs)}; {both}.")
 
 
@@ -166,7 +167,7 @@ def plot(records: list[Record]) -> Figure:
             worked.append(statistics.fmean(accuracies(runs, fresh=False)))
             by_strength.axhline(worked[-1], color=colour, linestyle="--", linewidth=1)
     for k, contender in enumerate(PENALIZED, start=len(PLAIN)):
-        groups = [with_l2(contender, l2).mine(records) for l2 in strengths(records)]
+        groups = [with_l2(contender, l2).runs_in(records) for l2 in strengths(records)]
         points = [(strength(mine[0]), 1 - min(map(error_rate, mine))) for mine in groups if mine]
         worked += [accuracy for _, accuracy in points if accuracy > 0]
         style = drawing.style(k, f"{contender.label}, L2") | {"markersize": None}

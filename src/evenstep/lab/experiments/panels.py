@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..drawing import COLOURS, MARKS, epoch_axis, plain_log, style
-from ..records import Record
+from ..reading import Record
 from ..summary import final_loss
 from .tuning import Contender, at_best, guessing
 
@@ -43,7 +43,7 @@ def sensitivity(axes: Axes, records: Sequence[Record], contenders: Iterable[Cont
     """The final training loss at every stepsize of the first seed, cut off at 1.2 times guessing."""
     top = 1.0
     for k, contender in enumerate(contenders, start=shift):
-        mine = contender.mine(records)
+        mine = contender.runs_in(records)
         first = min((r["seed"] for r in mine), default=0)
         points = sorted((r["config"]["lr"], min(final_loss(r), 1.2 * guessing(r))) for r in mine if r["seed"] == first)
         top = max([top, *(1.2 * guessing(r) for r in mine)])

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..data import Arrays
-from ..records import Record
+from ..reading import Record
 from .common import Figure, Verdict, below, claim
 from .fig2 import UNGUARDED
 from .session import Session, images

@@ -1,6 +1,5 @@
 """One run of an experiment: the options of its reader, its data, and the file of its records."""
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,7 +10,8 @@ import torch
 
 from .. import data, reading, records, sweep
 from ..identity import by_key, described
-from ..records import Record
+from ..reading import Record
+from ..sweep import finished
 from ..trial import Trial, config
 from ..usage import UsageError
 from .common import failures_expected
@@ -42,10 +42,6 @@ class Options:
     seed: int = 0
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """Show no progress."""
-
-
 @dataclass(frozen=True)
 class Session:
     """One run of an experiment: the reader's options, the file of its records, and where it trains."""
@@ -53,7 +49,7 @@ class Session:
     options: Options
     out: Path
     device: torch.device | str = "cpu"
-    progress: Progress = silent
+    progress: Progress = lambda what, done, total: None
 
     def images(self, count: int | None = None, *, many: bool = False) -> data.Arrays:
         """The image set on the device, at most `count` of it; records on other data in the file are a UsageError."""
@@ -121,21 +117,6 @@ def images(options: Options, device: torch.device | str = "cpu", *, many: bool =
     if not isinstance(loaded, data.Arrays):
         raise UsageError(f"--data {options.data}: the experiments need images; this is a text")
     return loaded.to(device)
-
-
-def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:
-    """The records in the file, under the names of this version."""
-    return [{**record, "config": renamed(record["config"])} for record in sweep.finished(out, warn)]
-
-
-def renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration in which version 0.1 said EvenStep, which is UnitStep now.
-
-    >>> renamed({"method": "evenstep", "name": "then EvenStep"})
-    {'method': 'unitstep', 'name': 'then UnitStep'}
-    """
-    text = json.dumps(config)
-    return json.loads(text.replace('"evenstep"', '"unitstep"').replace("EvenStep", "UnitStep"))
 
 
 def kept(name: str, out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Record]:

@@ -19,7 +19,7 @@ import evenstep
 from ...math.moments import batch_moments, usable
 from .. import trial
 from ..data import Arrays
-from ..records import Record
+from ..reading import Record
 from ..trial import Trial
 from .common import Figure, NotRun, Verdict, claim, failures_expected
 from .fig2 import UNGUARDED

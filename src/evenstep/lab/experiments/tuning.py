@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data import Arrays
-from ..records import Record, dumps
+from ..reading import Record
+from ..records import dumps
 from ..summary import diverged, end, initial_loss
 from ..trial import Trial
 from .common import spread
@@ -46,7 +47,7 @@ class Contender:
         rest = {**settings, "options": self.options, "model_options": network}
         return [Trial(self.method, lr, seed=seed, **rest) for lr in rates for seed in seeds]
 
-    def mine(self, records: Sequence[Record]) -> list[Record]:
+    def runs_in(self, records: Sequence[Record]) -> list[Record]:
         """The records that are runs of this contender."""
         me = self.method, self.options, self.l2
         return [r for r in records if (r["config"]["method"], r["config"]["options"], strength(r)) == me]
@@ -57,7 +58,7 @@ Entrant = tuple[Contender, dict[str, Any]]  # with the settings of its trials
 
 def strength(record: Record) -> float:
     """The strength of the L2 term in a run's loss."""
-    return record["config"]["model_options"].get("l2", 0.0)
+    return (record["config"].get("model_options") or {}).get("l2", 0.0)
 
 
 def doubled(low: float, count: int = 7) -> tuple[float, ...]:
@@ -82,21 +83,22 @@ def middle(rates: Sequence[float], count: int) -> Sequence[float]:
 def tuned(session: Session, entrants: Sequence[Entrant], arrays: Arrays, seeds: int = 3) -> list[Record]:
     """Records of every entrant at every stepsize of its grid, then of its best stepsize on further seeds.
 
-    If the best stepsize is at an end of its grid, the one beyond it is run on all seeds, too. All entrants run together
-    in two stages, so that a GPU trains many trials side by side. A quick run takes one stepsize and one seed.
+    If the best stepsize is at an end of its grid, the one beyond it is run on all seeds, too. All entrants are
+    trained at once, first on their grids and then at the rest, so that a GPU has many trials side by side. A quick run
+    takes one stepsize and one seed.
     """
     quick, first = session.options.quick, session.options.seed
 
-    def stage(wanted: Sequence[Iterable[float]], count: int) -> list[list[Record]]:
+    def train(wanted: Sequence[Iterable[float]], count: int) -> list[list[Record]]:
         seeds = range(first, first + count)
         trials = [c.trials(rates, seeds, how) for (c, how), rates in zip(entrants, wanted, strict=True)]
         found = iter(session.train([t for mine in trials for t in mine], arrays))
         return [[next(found) for _ in mine] for mine in trials]
 
-    found = stage([middle(c.stepsizes, 1) if quick else c.stepsizes for c, _ in entrants], 1)
+    found = train([middle(c.stepsizes, 1) if quick else c.stepsizes for c, _ in entrants], 1)
     if not quick:
         further = [[best_rate(mine), *filter(None, [beyond(mine)])] for mine in found]
-        found += stage(further, seeds)
+        found += train(further, seeds)
     return list({dumps(r["config"]): r for mine in found for r in mine}.values())
 
 
@@ -121,7 +123,7 @@ def best_rate(records: Sequence[Record], score: Score = final) -> float:
 
 def at_best(records: Sequence[Record], contender: Contender, score: Score = final) -> list[Record]:
     """The contender's runs at its best stepsize, by seed; empty if it has none."""
-    mine = contender.mine(records)
+    mine = contender.runs_in(records)
     lr = best_rate(mine, score) if mine else None
     return sorted((r for r in mine if r["config"]["lr"] == lr), key=lambda r: r["seed"])
 
@@ -138,7 +140,7 @@ def best_losses(records: Sequence[Record], contender: Contender) -> list[float]:
 
 def first_failure(records: Sequence[Record], contender: Contender) -> float | None:
     """The smallest stepsize above the best one at which the first seed failed; the smallest of all if every one did."""
-    mine = contender.mine(records)
+    mine = contender.runs_in(records)
     if not mine:
         return None
     first, best = min(r["seed"] for r in mine), best_rate(mine)

@@ -1,0 +1,299 @@
+"""EvenStep against a slow truth in float64, and what is its own: balls, heads, lines that are rounding."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import oracle
+from cases import LAYERS
+from evenstep import EvenStep
+from evenstep.math import polar
+from helpers import UNGUARDED, descend, fit, randn
+
+SETTINGS = {"decay": 0.6, "damping": 0.1}
+GUARDS = {"fresh_max": 2.0, "trust": 0.1}
+
+
+def network():
+    """Convolutions with padding, stride and groups, a layer without bias, all in float64."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, stride=2, groups=2), nn.Softplus(),
+        nn.Flatten(), nn.Linear(24, 5, bias=False), nn.Softplus(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3),
+    ).double()  # fmt: skip
+
+
+def drifting(steps=5, shock=1.0):
+    """Batches whose means and scales change from one to the next; the last one is a shock."""
+    sizes = [1 + 0.3 * k for k in range(steps - 1)] + [shock]
+    return [(size * (k / 3 + randn(5, 2, 4, 4)), randn(5, 3)) for k, size in enumerate(sizes)]
+
+
+class OrthogonalOnV(oracle.OnV):
+    """EvenStep as its documentation has it, on the explicit v of every layer: the last one is the head."""
+
+    crowd = 3.0
+
+    def __init__(self, model, *, lr, momentum, plain_lr=3e-3, **keywords):
+        super().__init__(model, lr=lr, momentum=momentum, **keywords)
+        self.plain_lr, self.squares, self.adam = plain_lr, {}, []
+        self.radii = [
+            [max(part.norm(), math.sqrt(len(part))) for part in self.parts(k, w)] for k, w in enumerate(self.w)
+        ]
+
+    def step(self, x, t, energy=oracle.log_cosh):
+        self.start = list(self.w)  # gradients are taken there, before any weights are brought back into their balls
+        return super().step(x, t, energy)
+
+    def loss_of(self, k, x, t, energy):
+        def loss(weight, biases):
+            w, b = [*self.start], [*self.b]
+            w[k], b[k] = weight, biases[0] if biases else self.b[k]
+            return energy(self.run(x, w, b)[1], t).mean()
+
+        return loss
+
+    def is_head(self, k):
+        return k == len(self.layers) - 1
+
+    def parts(self, k, weight):
+        """The rows of each group."""
+        return weight.detach().flatten(1).chunk(getattr(self.layers[k], "groups", 1))
+
+    def squared(self, k, x, t, energy):
+        return torch.ones(oracle.units(self.layers[k])).double()
+
+    def frame(self, k, x, y, g2):
+        """Half the whitening for convolutions, without their means; steps of plain size."""
+        c, spread, fresh = super().frame(k, x, y, g2)
+        half = isinstance(self.layers[k], nn.Conv2d)
+        mu, alpha = (0 * c.mu, c.alpha.sqrt()) if half else (c.mu, c.alpha)
+        n = len(spread)
+        variance = spread - self.damping / (1 + self.damping) * spread.mean()
+        power = variance.sum() + (0 if self.carries[k] else mu @ mu)
+        size = (power / (variance @ alpha**2)).sqrt()
+        bias = math.sqrt(1 + mu @ mu / n) / size
+        return oracle.Constants(mu, alpha, torch.full_like(c.beta, size), bias), spread, fresh
+
+    def moved(self, k, c, x, t, energy):
+        layer, biases = self.layers[k], [self.b[k]] if self.carries[k] else []
+        grads, leaves = oracle.gradient_on_v(self.loss_of(k, x, t, energy), layer, self.w[k], biases, c)
+        if self.is_head(k):
+            steps = self.adamw(grads)
+        else:
+            matrix = torch.cat([grads[0].flatten(1), *(g.unsqueeze(1) for g in grads[1:])], dim=1)
+            shrunk = [min(1, r / p.norm()) * p for r, p in zip(self.radii[k], self.parts(k, self.w[k]), strict=True)]
+            self.w[k] = torch.cat(shrunk).view_as(self.w[k])
+            step = self.orthogonal(k, matrix, c)
+            columns = leaves[0][0].numel()
+            steps = [step[:, :columns].view_as(leaves[0]), *step[:, columns:].unbind(1)]
+        dw, db = oracle.to_w(layer, steps[0], steps[1:], c) if biases else (oracle.to_w_biasless(layer, *steps, c), [])
+        return self.w[k] + dw, [b + d for b, d in zip(biases, db, strict=True)]
+
+    def adamw(self, grads):
+        if not self.adam:
+            self.stand_ins = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+            self.adam = [torch.optim.AdamW(self.stand_ins, self.plain_lr, betas=(0.9, 0.95), weight_decay=0)]
+        for q, g in zip(self.stand_ins, grads, strict=True):
+            q.data.zero_()
+            q.grad = g
+        self.adam[0].step()
+        return [q.detach().clone() for q in self.stand_ins]
+
+    def orthogonal(self, k, grad, c):
+        """One matrix for each group: Nesterov, polar factor, even lines, a step of lr times the weights' length."""
+        m, groups = self.momentum, getattr(self.layers[k], "groups", 1)
+        mean = m * (0 if self.buffers[k] is None else self.buffers[k]) + (1 - m) * grad
+        self.buffers[k] = mean
+        steps = []
+        for g, matrix in enumerate(((1 - m) * grad + m * mean).chunk(groups)):
+            factor = by_singular_values(matrix)
+            dim = 1 if matrix.shape[0] >= matrix.shape[1] else 0
+            square = 0.95 * self.squares.get((k, g), 0) + 0.05 * (factor**2).mean(dim, keepdim=True)
+            self.squares[k, g] = square
+            even = factor / square.clamp(min=1e-3 * square.mean()).sqrt()
+            channels = len(c.alpha) // groups
+            kernel = self.layers[k].weight[0, 0].numel()
+            scale = (c.alpha[g * channels : (g + 1) * channels] * c.beta[0]).repeat_interleave(kernel)
+            length = (even[:, : len(scale)] * scale).norm()
+            wanted = max(self.parts(k, self.w[k])[g].norm(), 0.1 * self.radii[k][g])
+            steps.append(-self.lr * wanted / length * even)
+        return torch.cat(steps)
+
+
+def by_singular_values(matrix, steps=4):
+    """Newton–Schulz on each singular value by itself."""
+    u, s, vh = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ vh
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("guards", [UNGUARDED, GUARDS], ids=["bare", "guarded"])
+def test_a_step_is_its_documentation(guards, momentum):
+    model = network()
+    with torch.no_grad():
+        model[0].weight *= 6  # longer than √units: its radius is its own norm
+    settings = SETTINGS | {"lr": 0.1, "momentum": momentum, **guards}
+    reference, batches = OrthogonalOnV(model, **settings), drifting(shock=1.0 if guards is UNGUARDED else 30.0)
+    fit(EvenStep(model, **settings), model, batches)
+    smallest = min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
+    oracle.assert_same_parameters(reference, model)
+    assert smallest == 1 if guards is UNGUARDED else smallest < 0.9
+
+
+def test_the_iteration_brings_singular_values_near_one():
+    values = torch.linalg.svdvals(polar.polar(torch.randn(3, 20, 30).double(), steps=4))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])
+def test_the_iteration_is_one_on_singular_values(shape):
+    x = torch.randn(2, *shape).double()
+    assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
+
+
+def tall(hidden=12):
+    """A hidden layer that starts inside its ball (rows shorter than 1), then a head."""
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
+
+
+@pytest.mark.parametrize("scale", [1, 0])
+@pytest.mark.parametrize("layer", ["conv2d", "grouped", "transposed2d", "conv2d-biasless", "linear-sequence"])
+def test_a_step_is_lr_times_as_long_as_the_weights(layer, scale):
+    """Weights that are zero move by a tenth of what rows of length 1 would. A bias is not counted."""
+    case = LAYERS[layer]
+    hidden = case.layer()
+    hidden.weight.data.mul_(scale)
+    groups = getattr(hidden, "groups", 1)
+    model = nn.ModuleList([hidden])
+    optimizer, before = EvenStep(model, lr=0.01, head=None, **UNGUARDED), matrix_of(hidden).clone()
+    descend(optimizer, oracle.log_cosh(hidden(case.inputs()), 0.5).sum())
+    moved = (matrix_of(hidden) - before).chunk(groups)
+    for old, step in zip(before.chunk(groups), moved, strict=True):
+        length = max(old.norm().item(), 0.1 * math.sqrt(len(old)))
+        exact = hidden.bias is not None  # without one the step is a little shorter along the mean
+        assert step.norm().item() == pytest.approx(0.01 * length, rel=1e-9 if exact else 0.3)
+
+
+def matrix_of(layer):
+    """The weight as [unit, inputs · kernel], copied."""
+    weight = layer.weight.detach()
+    return (weight.transpose(0, 1) if isinstance(layer, oracle.TRANSPOSED) else weight).flatten(1)
+
+
+def test_weights_stay_in_their_balls():
+    """As long as training goes on, they are at most a step outside."""
+    model = tall()
+    optimizer = EvenStep(model, lr=0.2, trust=None)
+    x, t = randn(32, 6), 100 * randn(32, 3)  # a target that asks for ever longer weights
+    for _ in range(60):
+        fit(optimizer, model, [(x, t)])
+        assert model[0].weight.norm() <= 1.2001 * math.sqrt(12)
+    assert model[0].weight.norm() > 0.9 * math.sqrt(12)
+    assert_close(optimizer.state[model[0].weight]["radius"], torch.tensor([math.sqrt(12)]).double())
+
+
+def test_a_bias_before_a_norm_does_not_move_by_rounding():
+    """Its gradient is zero but for rounding, which evening out lines would blow up."""
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
+    nn.init.zeros_(model[0].bias)
+    with torch.no_grad():
+        model[0].weight -= model[0].weight.mean(0)  # a shift of all outputs alike is what the norm does not see
+    fit(EvenStep(model, **UNGUARDED), model, [(randn(16, 6), randn(16, 3)) for _ in range(5)])
+    shift = model[0].bias.detach().mean().abs()
+    assert shift < 1e-3 * model[0].bias.detach().std() + 1e-3
+
+
+class Named(nn.Module):
+    """A model whose last layer by registration is not the one called last."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+        self.hidden = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.hidden(x)))
+
+
+def uses_adam(optimizer, weight):
+    return "exp_avg" in optimizer.state[weight]
+
+
+def test_the_head_is_the_layer_called_last_and_kept_in_checkpoints():
+    model = Named().double()
+    optimizer = EvenStep(model)
+    fit(optimizer, model, [(randn(8, 6), randn(8, 3))])
+    assert uses_adam(optimizer, model.out.weight) and not uses_adam(optimizer, model.hidden.weight)
+    twin = copy.deepcopy(model)
+    other = EvenStep(twin)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["head"] == "out.weight"
+
+
+@pytest.mark.parametrize(("head", "adams"), [(None, set()), ("hidden*", {"hidden"}), ("*", {"hidden", "out"})])
+def test_a_head_can_be_named(head, adams):
+    model = Named().double()
+    optimizer = EvenStep(model, head=head)
+    fit(optimizer, model, [(randn(8, 6), randn(8, 3))])
+    assert {name for name in ("hidden", "out") if uses_adam(optimizer, getattr(model, name).weight)} == adams
+
+
+def test_a_weight_shared_with_an_embedding_is_the_head():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.hidden, self.out = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(torch.tanh(self.hidden(self.embed(x))))
+
+    model = Tied()
+    optimizer = EvenStep(model)
+    descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
+    assert uses_adam(optimizer, model.embed.weight) and not uses_adam(optimizer, model.hidden.weight)
+
+
+def test_layers_of_one_unit_or_input_in_a_group_are_for_adamw():
+    """A matrix of one row has one singular value: its polar factor forgets all but the direction."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 2), nn.Flatten(), nn.Linear(54, 3)).double()
+    optimizer = EvenStep(model)
+    fit(optimizer, model, [(randn(8, 4, 6, 6), randn(8, 3))])
+    assert uses_adam(optimizer, model[0].weight) and not uses_adam(optimizer, model[1].weight)
+
+
+def test_attention_is_orthogonalized_and_is_no_head():
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out, self.attention = nn.Linear(8, 3), nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.out(self.attention(x, x, x, need_weights=False)[0])
+
+    model = Attending().double()
+    optimizer = EvenStep(model)
+    descend(optimizer, model(randn(4, 5, 8)).square().mean())
+    assert uses_adam(optimizer, model.out.weight)
+    for weight in (model.attention.in_proj_weight, model.attention.out_proj.weight):
+        assert "radius" in optimizer.state[weight]
+
+
+def test_it_keeps_one_momentum_one_float_per_line_and_two_per_input():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = EvenStep(model)
+    descend(optimizer, nn.functional.cross_entropy(model(torch.randn(4, 3, 4, 4)), torch.randint(0, 5, (4,))))
+    for layer, inputs, units, lines in ((model[0], 3, 8, 28), (model[3], 32, 16, 33)):
+        state = optimizer.state[layer.weight]
+        columns = layer.weight[0].numel() + 1
+        assert state["momentum_buffer"].shape == (units, columns)
+        arrays = sorted(v.numel() for k, v in state.items() if k != "momentum_buffer" and v.numel() > 1)
+        assert arrays == sorted([inputs, inputs, lines])
