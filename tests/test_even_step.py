@@ -13,6 +13,7 @@ from cases import LAYERS
 from evenstep import EvenStep
 from evenstep.math import polar
 from helpers import UNGUARDED, descend, fit, randn
+from rules import drifting
 
 SETTINGS = {"decay": 0.6, "damping": 0.1}
 GUARDS = {"fresh_max": 2.0, "trust": 0.1}
@@ -24,12 +25,6 @@ def network():
         nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, stride=2, groups=2), nn.Softplus(),
         nn.Flatten(), nn.Linear(24, 5, bias=False), nn.Softplus(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3),
     ).double()  # fmt: skip
-
-
-def drifting(steps=5, shock=1.0):
-    """Batches whose means and scales change from one to the next; the last one is a shock."""
-    sizes = [1 + 0.3 * k for k in range(steps - 1)] + [shock]
-    return [(size * (k / 3 + randn(5, 2, 4, 4)), randn(5, 3)) for k, size in enumerate(sizes)]
 
 
 class OrthogonalOnV(oracle.OnV):
