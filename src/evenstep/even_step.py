@@ -1,7 +1,9 @@
 """The optimizer to try first: orthogonalized momentum in whitened coordinates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +18,7 @@ from .options import explained
 from .rules.base_rule import BaseRule
 from .rules.orthogonal import OrthogonalRule
 from .rules.torch_rule import TorchRule
-from .step.block import Choice, Group
+from .step.block import Block, Choice, Group
 from .step.plan import Plan
 from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
 
@@ -40,6 +42,8 @@ class EvenStep(CoordinateOptimizer):
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
     _copied = ("_rest",)
+    _head: Tensor | None = None
+    _incoming: Mapping[Tensor, Any] = MappingProxyType({})  # state that is about to be loaded
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class EvenStep(CoordinateOptimizer):
         if entry is None or alone:
             return self._kept(Coordinates, self._rest), self._rest, True
         visible = entry.slot.input_visible
-        if min(entry.shape[1], entry.shape[2:].numel()) < 2 or self._is_head(group, entry):
+        if thin(entry) or self._is_head(group, entry):
             return self._kept(self.coordinates if visible else Coordinates, self._rest), self._rest, True
         if not visible:
             return self._kept(Coordinates, self.rule), self.rule, False
@@ -80,24 +84,37 @@ class EvenStep(CoordinateOptimizer):
         return self._kept(self.coordinates, self.rule, **settings), self.rule, False
 
     def _is_head(self, group: Group, entry: Entry) -> bool:
-        head = self._found_head() if group["head"] == "auto" else group["head"]
-        return head is not None and fnmatchcase(entry.name, head)
+        if group["head"] == "auto":
+            return entry.weight is self._head
+        return group["head"] is not None and fnmatchcase(entry.name, group["head"])
 
-    def _found_head(self) -> str | None:
-        """The covered layer called last, or registered last; None where the head is an embedding's weight."""
+    def _blocks(self, *args: Any) -> list[Block]:
+        self._head = self._found_head()
+        return super()._blocks(*args)
+
+    def _found_head(self) -> Tensor | None:
+        """The layer called last, or registered last before any call; none where the head is an embedding's weight.
+
+        Once there is state, it is the layer that has AdamW's: so checkpoints keep the head, whatever its name.
+        """
         if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        seen = [(entry.name, layer) for entry, layer in self._statistics.items() if entry.slot.input_visible]
-        names = [name for name, layer in seen if layer is last or last is None]
-        return names[-1] if names else None
+        seen = [(e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible and not thin(e)]
+        known = [weight for weight, _ in seen if "exp_avg" in self._incoming.get(weight, self.state.get(weight, {}))]
+        weights = known or [weight for weight, layer in seen if layer is last or last is None]
+        return weights[-1] if weights else None
 
-    def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
-        """The first step finds the head; groups keep its name, and checkpoints with them."""
-        if not self._complete:
-            for group in self.param_groups:
-                group["head"] = self._found_head() if group["head"] == "auto" else group["head"]
-        return super()._prepare(compiled)
+    def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
+        """State is what it would be with the head that was saved."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        with suppress(AttributeError, KeyError, TypeError):  # of what is no state_dict, which is refused below
+            saved = [k for group in state_dict["param_groups"] for k in group["params"]]
+            self._incoming = {p: state_dict["state"].get(k, {}) for p, k in zip(params, saved, strict=False)}
+        try:
+            super()._check(state_dict, mark)
+        finally:
+            self.__dict__.pop("_incoming", None)
 
     def _torch_state(self) -> tuple[set[str], bool]:
         return self._rest.base.keeps - {"step"}, True
@@ -106,3 +123,8 @@ class EvenStep(CoordinateOptimizer):
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Stand-ins are parameters, which compilers do not make: the rules run between two graphs."""
         super()._direct(plan, ok)
+
+
+def thin(entry: Entry) -> bool:
+    """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
+    return min(entry.shape[1], entry.shape[2:].numel()) < 2
