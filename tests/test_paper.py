@@ -112,10 +112,8 @@ def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not(
 
 def update(x, g, mu, alpha2, beta2):
     """δw and δw_0 of eq. 3 for a batch, x [B, n] and g [B, m]."""
-    c = coordinates.Scales(mu.unsqueeze(0), alpha2.sqrt().unsqueeze(0), beta=beta2.sqrt().unsqueeze(0))
-    weight, bias = (g.T @ x / len(x))[None, :, :, None], g.mean(0).unsqueeze(0)
-    dw, db = coordinates.step_to_w(*coordinates.gradient_to_v(weight, bias, c), c)
-    return dw[0, :, :, 0], db[0]
+    c = coordinates.Scales(mu, alpha2.sqrt(), beta=beta2.sqrt())
+    return coordinates.step_to_w(*coordinates.gradient_to_v(g.T @ x / len(x), g.mean(0), c), c)
 
 
 def test_own_mean_biases_the_step_as_app_d_says():

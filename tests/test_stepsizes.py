@@ -182,8 +182,8 @@ def test_denominator_of_eq11_is_the_root_of_the_fan_in():
     n = 4
     x = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n))).double()
     g = randn(5)
-    on_weight = torch.einsum("e,bi->ebi", g, x).reshape(1, -1, n, 1)  # an example where a layer has units
-    on_bias, g2 = g.repeat_interleave(len(x)).view(1, 1, -1), (g * g).mean()
+    on_weight = torch.einsum("e,bi->ebi", g, x).flatten(0, 1)  # an example where a layer has units
+    on_bias, g2 = g.repeat_interleave(len(x)).view(1, -1), (g * g).mean()
     for bias, truth in ((None, n), (on_bias, n + 1)):
         square = stepsize.unit_square(on_weight, bias).mean()
         assert_close((square / g2).sqrt().item(), math.sqrt(truth))

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def add(values: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> list[Tensor]:
+    """Each value and `alpha` times the other."""
+    if torch.compiler.is_compiling():
+        return [torch.add(value, other, alpha=alpha) for value, other in zip(values, others, strict=True)]
+    return list(torch._foreach_add(list(values), list(others), alpha=alpha))
+
+
 def copy_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write each value over its target."""
     _run("copy_", targets, values)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .change_of_variables import mean_response, per_input
+from .change_of_variables import response
 from .segments import WHOLE, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
@@ -47,20 +47,19 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
 
 def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
     """Σ w_ij² spread_i of each unit; the plain sum of squares without a spread."""
-    square = weight * weight
-    return (square if spread is None else square * per_input(spread)).sum((-2, -1))
+    return torch.linalg.vecdot(weight, weight) if spread is None else response(weight * weight, spread)
 
 
-def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, spread: Tensor | None) -> Tensor:
-    """‖u_j‖² of each unit in whitened coordinates: (w_0j + Σ μ_i w_ij)² + Σ w_ij² spread_i.
+def squared_length(stretch: Tensor, level: Tensor | None) -> Tensor:
+    """‖u_j‖² of each unit in whitened coordinates: Σ w_ij² spread_i + (w_0j + Σ μ_i w_ij)².
 
-    For a step instead of weights: how far it moves the unit's pre-activation, by its mean and deviation. Without μ
-    and spread it is the length in plain coordinates.
+    The first term is `stretch`, the second the square of `level`; several levels, of one bias each, give the shortest.
+    For a step instead of weights: how far it moves the unit's pre-activation, by its deviation and mean.
     """
-    length2 = stretch(weight, spread)
-    levels = [] if mu is None else [mean_response(weight, mu)]
-    levels += [] if bias is None else [bias]
-    return length2 + torch.square(sum(levels[1:], levels[0])) if levels else length2
+    if level is None:
+        return stretch
+    square = level * level
+    return stretch + (square if level.dim() == stretch.dim() else square.amin(0))
 
 
 def bounds_steps(settings: Mapping[str, Any]) -> bool:

@@ -47,15 +47,15 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
 
 
 def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
-    """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
+    """Σ of squares over each unit's block (w_0j … w_nj), from a matrix [unit, column].
 
-    Biases are [bias, group, unit]: a unit of tied weights has several.
+    Biases are [bias, unit]: a unit of tied weights has several.
 
-    >>> unit_square(torch.ones(1, 2, 3, 1), torch.ones(1, 1, 2))
-    tensor([[4., 4.]])
+    >>> unit_square(torch.ones(2, 3), torch.ones(1, 2))
+    tensor([4., 4.])
     """
-    square = (weight_grad * weight_grad).sum((-2, -1))
-    return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
+    square = torch.linalg.vecdot(weight_grad, weight_grad)
+    return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-2)
 
 
 def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
@@ -91,4 +91,4 @@ def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
     >>> look_ahead(torch.tensor(1.0), torch.tensor(2.0), 0.5)
     tensor(1.)
     """
-    return (1 - momentum) * (grad + momentum * buffer)
+    return torch.add(grad, buffer, alpha=momentum).mul_(1 - momentum)

@@ -59,8 +59,7 @@ class BlockNaturalRule(Rule):
             square = step.units.widen(running_square(step, square, ok, per_layer=True))
         scale = inverse_root(square + step.group["eps"])
         scale = scale.expand(sum(step.units.sizes))
-        parts = torch.split(scale, step.units.sizes)
-        weights = [w * per_unit(s.view(w.shape[:2])) for w, s in zip(step.on_v.weights, parts, strict=True)]
+        weights = [w * per_unit(s) for w, s in zip(step.on_v.weights, step.per_unit(scale), strict=True)]
         return OnV(weights, None if step.on_v.biases is None else step.on_v.biases * scale)
 
     def _by_weight(self, step: RuleStep, ok: Tensor | None) -> OnV:

@@ -91,8 +91,8 @@ class OrthogonalRule(Rule):
             lengths.append((norm * shrink).clamp(min=self.least * radius))
             weight = dtensor.local(block.weight).detach()
             if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
-                rows = shrink[group_of_rows(block)] if block.rows_as_groups else shrink
-                shrink = block.unmatrix(rows[:, None, None, None].expand(block.matrix(weight).shape))
+                rows = shrink[block.group_of_rows()]
+                shrink = block.unmatrix(rows[:, None].expand(block.matrix(weight).shape))
             weight.mul_(shrink)
         return lengths
 
@@ -158,15 +158,9 @@ def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
         weight = dtensor.local(block.weight).detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
         if not dtensor.sharded(block.weight):
-            found.append(torch.linalg.vector_norm(block.matrix(weight), dim=(1, 2, 3), dtype=wide))
+            found.append(torch.linalg.vector_norm(block.layout(weight), dim=(1, 2, 3), dtype=wide))
             continue
-        squares = torch.linalg.vector_norm(block.matrix(weight).flatten(2), dim=2, dtype=wide).square().flatten()
-        sums = squares.new_zeros(block.groups).index_add_(0, group_of_rows(block), squares)
+        squares = torch.linalg.vector_norm(block.matrix(weight), dim=1, dtype=wide).square()
+        sums = squares.new_zeros(block.groups).index_add_(0, block.group_of_rows(), squares)
         found.append(dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt())
     return found
-
-
-def group_of_rows(block: Any) -> Tensor:
-    """The group of each row that this rank has of a sharded layer."""
-    groups: Tensor = dtensor.row_numbers(block.weight) // (block.units // block.groups)
-    return groups

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import guards, stepsize
-from ..math.change_of_variables import Scales
+from ..math.change_of_variables import Scales, response
 from ..parallel import dtensor
 
 
 class OnV(NamedTuple):
-    """Gradients or directions on v: [group, unit, input, kernel] for each block, biases as [bias, unit] for all."""
+    """Gradients or directions on v: a matrix [unit, column] for each block, biases as [bias, unit] for all."""
 
     weights: list[Tensor]
     biases: Tensor | None
@@ -81,12 +81,13 @@ class RuleStep:
         self.one = torch.ones((), dtype=dtype, device=self.device)
         self.parameters = [b.weight for b in blocks]
         self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
-        self.shapes = [b.matrix(b.local(b.weight)).shape for b in blocks]
         self.local_shapes = [first.local(p).shape for p in self.parameters]
+        sizes = [b.matrix(b.local(b.weight)).shape[0] for b in blocks]
         # the units of each block on this rank; reductions are over all ranks
-        self.units = dtensor.segments([s[:2].numel() for s in self.shapes], first.weight, first.has_rows)
+        self.units = dtensor.segments(sizes, first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
-        self.on_v, self.scales, self.alphas = OnV([], None), list[Scales](), list[Tensor | None]()
+        self.on_v, self.scales = OnV([], None), list[Scales]()
+        self.length2: Tensor | None = None  # of each unit, once it is known in this step
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
@@ -99,7 +100,7 @@ class RuleStep:
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
         live = self.live(name)
-        put(live, list(torch.split(value, [t.numel() for t in live])), ok)
+        put(live, unpack(value, live), ok)
 
     def buffers(self, name: str) -> list[Tensor]:
         """A field per parameter of all blocks, as this rank has it: weights, then biases."""
@@ -109,18 +110,18 @@ class RuleStep:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
         biases = [] if on_v.biases is None else [b for row in on_v.biases for b in torch.split(row, self.units.sizes)]
-        return found + [bias.view(shape) for bias, shape in zip(biases, self.local_shapes[len(found) :], strict=True)]
+        return found + shaped(biases, self.local_shapes[len(found) :])
 
     def as_blocks(self, tensors: list[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
         count = len(self.blocks)
         weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
         rows = [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)]
-        return OnV(weights, torch.stack(rows) if rows else None)
+        return OnV(weights, stacked(rows))
 
-    def per_unit(self, flat: Tensor) -> list[Tensor]:
-        """A number per unit as [group, unit] of each block."""
-        return [part.view(s[:2]) for part, s in zip(torch.split(flat, self.units.sizes), self.shapes, strict=True)]
+    def per_unit(self, flat: Tensor) -> Sequence[Tensor]:
+        """A number per unit as [unit] of each block."""
+        return torch.split(flat, self.units.sizes)
 
     def unit_square(self, on_v: OnV) -> Tensor:
         """Σ of squares over each unit, its bias included."""
@@ -131,13 +132,21 @@ class RuleStep:
 
     def unit_length2(self) -> Tensor:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
-        found = []
-        for block, c in zip(self.blocks, self.scales, strict=True):
-            weight, biases = block.whole()
-            biases = None if biases is None else biases.to(self.dtype)
-            length2 = guards.squared_length(weight.to(self.dtype), biases, c.mu, c.spread)
-            found.append(length2 if biases is None else length2.amin(0))
-        return self.whole_units(pack(found))
+        if self.length2 is None:
+            weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
+            pairs = list(zip(self.wide(weights), self.scales, strict=True))
+            rows = [pack(self.wide(column)) for column in zip(*biases, strict=True)]
+            level = rows[0] if len(rows) == 1 else stacked(rows)
+            if self.scales[0].mu is not None:
+                mean = pack([response(w, c.mu) for w, c in pairs if c.mu is not None])
+                level = mean if level is None else level + mean
+            stretch = pack([guards.stretch(w, c.spread) for w, c in pairs])
+            self.length2 = self.whole_units(guards.squared_length(stretch, level))
+        return self.length2
+
+    def wide(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the dtype that the step is computed in."""
+        return [t if t.dtype == self.dtype else t.to(self.dtype) for t in tensors]
 
     def whole_units(self, sums: Tensor) -> Tensor:
         """Sums over units, added up over all ranks where a unit is split."""
@@ -147,11 +156,7 @@ class RuleStep:
 
     def column_scales(self) -> list[Tensor | None]:
         """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
-        found: list[Tensor | None] = []
-        for alpha, c, shape in zip(self.alphas, self.scales, self.shapes, strict=True):
-            scale = None if alpha is None else alpha if c.beta is None else alpha * c.beta
-            found.append(None if scale is None else scale.repeat_interleave(shape[3], 1).unsqueeze(1))
-        return found
+        raise NotImplementedError
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v."""
@@ -172,15 +177,15 @@ class RuleStep:
     def take(self, steps: list[list[Tensor]]) -> None:
         """Take what a rule has made of the stand-ins for the direction."""
         weights, biases = [], []
-        for block, shape, few in zip(self.blocks, self.shapes, steps, strict=True):
-            weight, *rows = [s.to(self.dtype) for s in few]
+        for block, few in zip(self.blocks, steps, strict=True):
+            weight, *rows = self.wide(few)
             if self.rule.joint(block) and block.biases:
                 weight, columns = weight.tensor_split([-len(block.biases)], 1)
                 rows = list(columns.unbind(1))
-            weights.append(weight.reshape(shape) if self.rule.joint(block) else block.matrix(weight))
+            weights.append(weight if self.rule.joint(block) else block.matrix(weight))
             biases.append([row.reshape(-1) for row in rows])
         by_bias = [pack(column) for column in zip(*biases, strict=True)]
-        self.direction = Direction(weights, torch.stack(by_bias) if by_bias else None)
+        self.direction = Direction(weights, stacked(by_bias))
 
 
 def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
@@ -189,26 +194,44 @@ def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
     if not momentum:
         return on_v
     buffers = step.buffers("momentum_buffer")
-    values = step.as_parameters(on_v)
-    news = [torch.add(value, buffer, alpha=momentum) for value, buffer in zip(values, buffers, strict=True)]
+    news = foreach.add(step.as_parameters(on_v), buffers, alpha=momentum)
     put(buffers, news, ok)
     return step.as_blocks(news)
 
 
 def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None:
     """Write `new` over `old` in place, unless the mask `ok` says that the step does not count."""
-    new = [n.view_as(o) for n, o in zip(new, old, strict=True)]
+    new = shaped(new, [o.shape for o in old])
     foreach.copy_(old, new if ok is None else [torch.where(ok, n, o) for n, o in zip(new, old, strict=True)])
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors flat, one after another."""
-    return torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    if all(t.dim() == 0 for t in tensors):
+        return torch.stack(list(tensors))
+    flat = [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
-def joined(weight: Tensor, biases: Tensor | None) -> Tensor:
-    """[group, unit, input, kernel] and [bias, unit] as one matrix [unit, inputs · kernel + biases]."""
-    matrix = weight.flatten(2).flatten(0, 1)
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `pack`, of tensors like these."""
+    if all(t.dim() == 0 for t in like):
+        return flat.unbind()
+    return torch.split(flat, [t.numel() for t in like])
+
+
+def shaped(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Tensors in these shapes."""
+    return [t if t.shape == shape else t.view(shape) for t, shape in zip(tensors, shapes, strict=True)]
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor | None:
+    """Rows as one tensor, if there are any."""
+    return None if not rows else torch.stack(list(rows)) if len(rows) > 1 else rows[0].unsqueeze(0)
+
+
+def joined(matrix: Tensor, biases: Tensor | None) -> Tensor:
+    """[unit, column] and [bias, unit] as one matrix."""
     return matrix if biases is None else torch.cat([matrix, biases.T], dim=1)
 
 

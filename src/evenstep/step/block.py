@@ -1,7 +1,7 @@
 """Parameters that take one step: a layer's weight with its biases, or one plain parameter.
 
-A block presents its tensors in the shapes that `math` works on, [group, unit, input, kernel] and [bias, group, unit],
-and brings a step back to the shapes of the parameters.
+A block presents its weight as the matrix that `math` works on, [unit, column], its biases as [bias, unit], and brings a
+step back to the shapes of the parameters.
 """
 
 from collections import Counter
@@ -47,21 +47,25 @@ class Block:
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
         self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
         if self.layer is not None and type(self.weight) in dtensor.PLAIN:
-            m = self.layer.kind.matrix(self.layer.module, self.weight)
+            m = self.layout(self.weight)
             if self.weight.is_contiguous() and m.is_contiguous() and m.data_ptr() == self.weight.data_ptr():
-                self._in_order = m.shape
+                self._in_order = torch.Size([m.shape[:2].numel(), m.shape[2:].numel()])
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the block's: all of a plain one."""
         return dtensor.local(tensor) if self.sharded else tensor
 
     def matrix(self, tensor: Tensor) -> Tensor:
+        """A tensor shaped like the weight, as [unit, column]."""
+        if self._in_order is not None:
+            return tensor.reshape(self._in_order)
+        return self.layout(tensor).flatten(2).flatten(0, 1)
+
+    def layout(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [group, unit, input, kernel].
 
         A unit of a plain parameter is a row, or the whole tensor if it is 1-D.
         """
-        if self._in_order is not None:
-            return tensor.reshape(self._in_order)
         if self.layer is not None:
             return self._layer(tensor)
         if self.alone:
@@ -81,22 +85,19 @@ class Block:
         weight = self.local(self.weight)
         if self.layer is None or self._in_order is not None or self.rows_as_groups:
             return matrix.reshape(weight.shape)
-        return self.layer.kind.unmatrix(self.layer.module, matrix, weight)
+        return self.layer.kind.unmatrix(self.layer.module, matrix.reshape(self.layout(weight).shape), weight)
 
-    def stack(self, tensors: list[Tensor]) -> Tensor | None:
-        """Tensors shaped like the biases, as [bias, group, unit]; None if there are none."""
-        if not tensors or self.entry is None:
-            return None
-        size = tensors[0].numel()
-        groups = size if self.rows_as_groups else self.groups
-        return torch.stack([tensor.reshape(groups, size // max(1, groups)) for tensor in tensors])
+    def group_of_rows(self) -> Tensor:
+        """The group of each unit that this rank has."""
+        if dtensor.sharded(self.weight):
+            return dtensor.row_numbers(self.weight) // (self.units // self.groups)
+        return torch.arange(self.groups, device=self.weight.device).repeat_interleave(self.units // self.groups)
 
-    def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and biases of the layer as `matrix` and `stack` shape them, those that do not train included."""
+    def whole(self) -> tuple[Tensor, list[Tensor]]:
+        """The layer's weight as a matrix, and its biases, those that do not train included."""
         if self.alone and self.entry is not None:
-            return self._layer(self.local(self.entry.weight)), self.stack([self.local(self.weight)])
-        biases = [self.local(b) for b in self.biases or self.frozen]
-        return self.matrix(self.local(self.weight)), self.stack(biases)
+            return self._layer(self.local(self.entry.weight)).flatten(2).flatten(0, 1), [self.local(self.weight)]
+        return self.matrix(self.local(self.weight)), [self.local(b) for b in self.biases or self.frozen]
 
     @property
     def frozen(self) -> list[Tensor]:
@@ -115,13 +116,13 @@ class Block:
     def units(self) -> int:
         """Number of units of the weight, over all groups and ranks."""
         if not dtensor.sharded(self.weight):
-            return self.matrix(self.weight).shape[:2].numel()
+            return self.matrix(self.weight).shape[0]
         return self.weight.shape[0] if self.has_rows else 1
 
     @property
     def local_units(self) -> int:
         """Number of units this rank has."""
-        return self.matrix(self.local(self.weight)).shape[:2].numel()
+        return self.matrix(self.local(self.weight)).shape[0]
 
     @property
     def has_rows(self) -> bool:
@@ -205,12 +206,13 @@ def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> T
     (tensor(True), tensor(False))
     """
     some = [g for g in grads if g.numel()]
-    device = device or next((g.device for g in grads), torch.device("cpu"))
+    device = device or (grads[0].device if grads else torch.device("cpu"))
     if not some:
         return torch.ones((), dtype=torch.bool, device=device)
 
     def finite(order: float) -> Tensor:
-        return torch.stack([n.to(device) for n in torch._foreach_norm(some, order)]).isfinite().all()
+        norms = torch._foreach_norm(some, order)
+        return torch.stack([n if n.device == device else n.to(device) for n in norms]).isfinite().all()
 
     # the 2-norm takes a tenth of the time on a CPU, but large numbers overflow in it
     quick = not torch.compiler.is_compiling() and all(g.is_cpu for g in some)

@@ -98,6 +98,7 @@ def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[A
         block.group["foreach"] is False and id(block),
         id(block.coordinates),
         len(block.biases),
+        len(block.frozen),
         block.entry is None,
         stage is None,
         block.has_rows,

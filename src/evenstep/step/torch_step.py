@@ -4,7 +4,7 @@ What belongs to inputs, units or layers is packed into flat tensors, one block a
 the weights is done block by block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, mean_response, per_unit, scaled, step_to_w_biasless, weights_to_v
-from ..math.moments import Sums, accumulation_dtype
+from ..math.change_of_variables import Scales, per_unit, response, scaled, step_to_w_biasless, weights_to_v
+from ..math.moments import Sums, accumulation_dtype, add_zeros
 from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
-from ..rules.rule import Direction, OnV, RuleStep, pack
+from ..rules.rule import Direction, OnV, RuleStep, pack, stacked
 from ..statistics.batch import LayerStatistics, recentre
 from .block import Block, all_finite, gradient
 from .state import schema_of
@@ -36,9 +36,6 @@ class TorchStep(RuleStep):
         super().__init__(blocks, state, widest(blocks, self.stages, state))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
-        by_row = self.coordinates.beta_per_output
-        split = [dtensor.sharded(b.weight) and (by_row or b.rows_as_groups) for b in blocks]
-        self.own_rows = [dtensor.row_numbers(b.weight) if own else None for b, own in zip(blocks, split, strict=True)]
         needs = self.coordinates.needs
         self.layers = Layers(
             Segments([s.inputs if needs >= Statistics.INPUTS else 0 for s in self.stages], self.device),
@@ -47,34 +44,48 @@ class TorchStep(RuleStep):
             bool(first.biases),
             self.group,
         )
+        if needs >= Statistics.INPUTS:
+            self._lay_out_columns()
         self._release()
+
+    def _lay_out_columns(self) -> None:
+        """Find the input of each column of the blocks' matrices, and the group of each row."""
+        first, inputs = 0, []
+        for block, count in zip(self.blocks, self.layers.inputs.sizes, strict=True):
+            kernel = block.layout(block.local(block.weight)).shape[3]
+            inputs.append(torch.arange(first, first + count).repeat_interleave(kernel))
+            first += count
+        self.columns = [len(each) for each in inputs]
+        # None: one column for each input
+        self.input_of = None if sum(self.columns) == first else torch.cat(inputs).to(self.device)
+        self.group_of = [b.group_of_rows() if b.groups > 1 else None for b in self.blocks]
 
     def _release(self) -> None:
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
-        self.raised: Tensor | None = None
+        self.packed = Scales()
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.scales = []
-        self.alphas = []
+        self.scales, self.length2 = [], None
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        grads = [gradient(p).to(self.dtype) for p in self.parameters]
+        grads = self.wide([gradient(p) for p in self.parameters])
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
-        scales = self.coordinates.at(self.kept, self.batch, self.layers)
-        self.raised, self.scales, self.alphas = scales.raised, self._by_block(scales), self._alphas(scales)
-        self.bias_scale = self._bias_scale(scales)
+        self.packed = self.coordinates.at(self.kept, self.batch, self.layers)
+        self.scales, self.bias_scale = self._by_block(self.packed), self._bias_scale(self.packed)
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
         if self.group["maximize"]:
             grads = [-grad for grad in grads]
         weights, biases = self.as_blocks(grads)
-        of_units = [None] * len(weights) if biases is None else self.per_unit(biases.sum(0))
+        of_units: Sequence[Tensor | None] = [None] * len(weights)
+        if biases is not None:
+            of_units = self.per_unit(biases.sum(0) if len(biases) > 1 else biases[0])
         weights = [weights_to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
         self.on_v = OnV(weights, biases if biases is None or self.bias_scale is None else biases * self.bias_scale)
 
@@ -86,55 +97,50 @@ class TorchStep(RuleStep):
         """What the hooks added up, packed."""
         if self.coordinates.needs == Statistics.NOTHING or not self.stages:
             return self.batch
+        counts = torch.stack([s.tally for s in self.stages])
         if self.device.type == "cpu" and not torch.compiler.is_compiling():
-            found = [s.counts() for s in self.stages]
-            self.all_seen = all(uses for _, _, uses, _ in found)
-            counts = torch.tensor(found, dtype=self.dtype)
-        else:
-            counts = torch.stack([s.tally for s in self.stages])
-        rows, _, applied, examples = counts.unbind(1)
+            self.all_seen = all(uses for _, _, uses, _ in counts.tolist())
+        rows, zeros, applied, examples = counts.to(self.dtype).unbind(1)
         if self.coordinates.needs < Statistics.INPUTS:
             return Batch(rows, applied, examples, rows > 0)
-        each, inputs = [s.sums() for s in self.stages], self.layers.inputs
-        rows = torch.stack([s.rows for s in each])  # with the zeros that a transposed convolution inserts
-        sums = Sums(rows, pack([s.first for s in each]), pack([s.second for s in each]))
+        widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
+        sums = Sums(widen(rows), *torch.cat([s.both() for s in self.stages], 1).unbind())
+        if any(s.stuffed for s in self.stages):
+            sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
+        usable = usable_sums(sums._replace(rows=rows), self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        usable, centre = usable_sums(sums, inputs), pack([s.centre for s in self.stages])
-        return Batch(rows, applied, examples, usable, sums._replace(rows=inputs.widen(rows)), centre, g2)
+        return Batch(rows, applied, examples, usable, sums, centre, g2)
 
     def _by_block(self, scales: Scales) -> list[Scales]:
-        """The coordinates of each block: [group, input], and [group, unit] or one number for β."""
-
-        def split(flat: Tensor | None, how: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor | None]:
-            return [None] * len(self.blocks) if flat is None else how(flat)
-
-        mu, alpha, spread, fresh = (split(flat, self._inputs) for flat in scales[:4])
-        betas = split(scales.beta, self._own_outputs if self.coordinates.beta_per_output else Tensor.unbind)
-        each = zip(mu, alpha, spread, fresh, betas, strict=True)
-        return [Scales(m, a, s, f, beta=beta) for m, a, s, f, beta in each]
-
-    def _alphas(self, scales: Scales) -> list[Tensor | None]:
-        """α of each block's whole layer, whatever rows this rank has, as [group, input]."""
+        """The coordinates of each block, as its matrix has them."""
+        betas: Sequence[Tensor | None] = [None] * len(self.blocks)
+        if scales.beta is not None:
+            betas = self._own_outputs(scales.beta) if self.coordinates.beta_per_output else scales.beta.unbind()
         if scales.alpha is None:
-            return [None] * len(self.blocks)
-        parts = torch.split(scales.alpha, self.layers.inputs.sizes)
-        return [part.view(block.groups, -1) for part, block in zip(parts, self.blocks, strict=True)]
-
-    def _inputs(self, flat: Tensor) -> list[Tensor]:
-        """A packed tensor per input as [group, input] of each block."""
+            return [Scales(beta=beta) for beta in betas]
+        flat = torch.stack([x for x in scales[:4] if x is not None])
+        if self.input_of is not None:
+            flat = flat.index_select(1, self.input_of)
         found = []
-        parts = zip(self.blocks, torch.split(flat, self.layers.inputs.sizes), self.own_rows, strict=True)
-        for block, part, own in parts:
-            whole = part.view(block.groups, -1)
-            if block.rows_as_groups and own is not None:  # the group of each row
-                whole = whole[own // (block.units // block.groups)]
-            found.append(whole)
+        parts = zip(self.blocks, torch.split(flat, self.columns, 1), self.group_of, betas, strict=True)
+        for block, part, group, beta in parts:
+            rows = part if group is None else part.view(len(part), block.groups, -1)[:, group]
+            found.append(Scales(*rows.unbind(), beta=beta))
         return found
 
+    def column_scales(self) -> list[Tensor | None]:
+        """α β of each column of the blocks' whole matrices, whatever rows this rank has."""
+        alpha = self.packed.alpha
+        if alpha is None:
+            return [None] * len(self.blocks)
+        columns = torch.split(alpha if self.input_of is None else alpha[self.input_of], self.columns)
+        parts = zip(self.blocks, columns, self.scales, strict=True)
+        return [part.view(b.groups, 1, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
+
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
-        """A packed tensor per output as [group, unit] of each block: the rows this rank has."""
-        parts = zip(torch.split(flat, self.layers.outputs.sizes), self.own_rows, self.shapes, strict=True)
-        return [(part if own is None else part[own]).view(shape[:2]) for part, own, shape in parts]
+        """A packed tensor per output as [unit] of each block: the rows this rank has."""
+        parts = zip(self.blocks, torch.split(flat, self.layers.outputs.sizes), strict=True)
+        return [dtensor.part(part, b.weight) if dtensor.sharded(b.weight) else part for b, part in parts]
 
     def _bias_scale(self, scales: Scales) -> Tensor | None:
         """How far a step of 1 on v moves each unit's bias."""
@@ -153,7 +159,7 @@ class TorchStep(RuleStep):
         back = scaled if self.layers.biased else step_to_w_biasless
         steps = [back(w, c) for w, c in zip(weights, self.scales, strict=True)]
         del weights
-        each = [mean_response(s, c.mu) for s, c in zip(steps, self.scales, strict=True) if c.mu is not None]
+        each = [response(s, c.mu) for s, c in zip(steps, self.scales, strict=True) if c.mu is not None]
         along = pack(each) if each else None
         gain, biases = self._scaled(biases, scale)
         factor = self._trust(steps, along, gain, biases) if self.stages else None
@@ -175,7 +181,7 @@ class TorchStep(RuleStep):
         else:
             gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in self.blocks), strict=True))
         if biases is not None:
-            biases = torch.stack([bias * rate for bias, rate in zip(biases, rates, strict=True)])
+            biases = stacked([bias * rate for bias, rate in zip(biases, rates, strict=True)])
             for factor in (self.bias_scale, scale):
                 biases = biases if factor is None else biases * factor
         return gain if scale is None else gain * scale, biases
@@ -191,7 +197,7 @@ class TorchStep(RuleStep):
     def _trust(self, steps: list[Tensor], along: Tensor | None, gain: Any, biases: Tensor | None) -> Tensor | None:
         """The factor that holds each unit to its trust radius; what the guards did is counted."""
         radius, none = self.group["trust"], self.one.new_zeros(len(self.blocks))
-        raised = none if self.raised is None else self.raised
+        raised = none if self.packed.raised is None else self.packed.raised
         if radius is None:
             if self.group.get("fresh_max") is not None:
                 self._count(raised, none, none)
@@ -221,7 +227,7 @@ class TorchStep(RuleStep):
 
         Departs from §4.2, where L2 is a term of the loss: the decay is decoupled, on w.
         """
-        params = [self.blocks[0].local(p).detach() for p in self.parameters]
+        params = [self.blocks[0].local(p) for p in self.parameters]
         columns = zip(*(zip(b.rates(), b.param_groups, strict=True) for b in self.blocks), strict=True)
         for p, (rate, group) in zip(params, (pair for column in columns for pair in column), strict=True):
             if group["weight_decay"]:

@@ -42,7 +42,7 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     biases = [*block.biases, *block.frozen]
     if len(biases) > 1 or not weight.numel() or any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)):
         return False
-    groups, units, inputs, kernel = block.matrix(weight).shape
+    groups, units, inputs, kernel = block.layout(weight).shape
     if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
     gap = inner(block)
@@ -248,7 +248,7 @@ class TritonStep:
         """α β of each column of the blocks' matrices, as `frame` has left them."""
         found: list[Tensor | None] = []
         for k, (block, begin) in enumerate(zip(self.blocks, self.bases, strict=True)):
-            groups, _, inputs, kernel = block.matrix(block.weight).shape
+            groups, _, inputs, kernel = block.layout(block.weight).shape
             alpha = self.vectors[spec.ALPHA, begin : begin + groups * inputs]
             scale = alpha.view(groups, inputs) * self.layers[k, spec.BETA] if whitened(block) else None
             found.append(None if scale is None else scale.repeat_interleave(kernel, 1).unsqueeze(1))

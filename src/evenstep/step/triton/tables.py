@@ -24,7 +24,7 @@ def whitened(block: Block) -> bool:
 
 def inner(block: Block) -> int | None:
     """The distance in memory between two inputs of a row of the weight; None if units are not rows."""
-    m = block.matrix(block.weight)
+    m = block.layout(block.weight)
     if m.data_ptr() != block.weight.data_ptr():
         return None
     return m.shape[3] if m.is_contiguous() else 1 if m.transpose(2, 3).is_contiguous() else None
@@ -80,7 +80,7 @@ def shapes_table(
     """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
     rows, counters, width, total = list[list[int]](), 0, 0, 0
     for block, stage, place in zip(blocks, stages, places, strict=True):
-        groups, units, inputs, area = block.matrix(block.weight).shape
+        groups, units, inputs, area = block.layout(block.weight).shape
         moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
         row[spec.BASE], row[spec.START] = width, total
