@@ -17,6 +17,14 @@ def add(values: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> lis
     return list(torch._foreach_add(list(values), list(others), alpha=alpha))
 
 
+def mul_(targets: Sequence[Tensor], values: Sequence[Tensor | float]) -> list[Tensor]:
+    """Multiply each target by its value, which broadcasts to it."""
+    if torch.compiler.is_compiling() or not isinstance(values[0], Tensor):
+        return [target.mul_(value) for target, value in zip(targets, values, strict=True)]
+    torch._foreach_mul_(list(targets), list(values))
+    return list(targets)
+
+
 def copy_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write each value over its target."""
     _run("copy_", targets, values)

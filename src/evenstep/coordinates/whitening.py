@@ -36,40 +36,38 @@ class Whitening(Coordinates):
         """
         assert batch.sums is not None and batch.centre is not None
         over, fresh_max = layers.inputs, layers.group["fresh_max"]
-        mass, usable = over.widen(state["mass"]), over.widen(batch.usable)
-        mean, var = batch_moments(batch.sums, batch.centre)
-        started = mass > 0
-        mx, vx = torch.where(started, state["mx"], mean), torch.where(started, state["vx"], var)
+        mass, known = over.widen(state["mass"]), None
+        if batch.settled:
+            mx, vx, q = state["mx"], state["vx"], batch.sums.second / batch.sums.rows
+        else:
+            usable, started = over.widen(batch.usable), mass > 0
+            mean, var = batch_moments(batch.sums, batch.centre)
+            mx, vx = torch.where(started, state["mx"], mean), torch.where(started, state["vx"], var)
+            q, known = torch.where(usable, second_moment_about(batch.sums, batch.centre, mx), vx), usable | started
         if not layers.biased:  # the constant part comes through the inputs' means alone, which may never vary
             vx = torch.maximum(vx, STEADY * mx * mx)
-        q = torch.where(usable, second_moment_about(batch.sums, batch.centre, mx), vx)
         q = torch.maximum(q, guards.unproven(mx, mass))
         raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
-        known = usable | started
-        floored = damped(raised, layers.group["damping"], over)
-        spread = torch.where(known, floored, 1.0)
-        return Scales(
-            torch.where(known, mx, 0.0),
-            inverse_root(spread),
-            spread,
-            torch.where(known, torch.maximum(vx, q) + (floored - raised), 1.0),
-            over.total((fired & known).to(vx.dtype)),
-            geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt() if self.linear else None,
-        )
+        spread = damped(raised, layers.group["damping"], over)
+        fresh = torch.maximum(vx, q) + (spread - raised)
+        if known is not None:
+            mx, fired = torch.where(known, mx, 0.0), fired & known
+            spread, fresh = torch.where(known, spread, 1.0), torch.where(known, fresh, 1.0)
+        beta = geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt() if self.linear else None
+        return Scales(mx, inverse_root(spread), spread, fresh, over.total(fired.to(vx.dtype)), beta)
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, unless it is not usable."""
         assert batch.sums is not None and batch.centre is not None
         widen, decay = layers.inputs.widen, layers.group["decay"]
-        running, usable = Running(state["mx"], state["vx"], widen(state["mass"])), widen(batch.usable)
+        running = Running(state["mx"], state["vx"], widen(state["mass"]))
         mx, vx, _ = fold(running, *batch_moments(batch.sums, batch.centre), decay)
         _, mass = gain(state["mass"], decay)
-        return {
-            "sharing": shared(state, batch, layers),
-            "mx": torch.where(usable, mx, state["mx"]),
-            "vx": torch.where(usable, vx, state["vx"]),
-            "mass": torch.where(batch.usable, mass, state["mass"]),
-        }
+        if not batch.settled:
+            usable = widen(batch.usable)
+            mx, vx = torch.where(usable, mx, running.mx), torch.where(usable, vx, running.vx)
+            mass = torch.where(batch.usable, mass, state["mass"])
+        return {"sharing": shared(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}
 
 
 def shared(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:

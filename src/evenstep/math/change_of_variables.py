@@ -54,15 +54,15 @@ def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Te
 
     `bias_grad` is ⟨g_j⟩; where a weight serves several biases, their sum.
     """
-    return weights_to_v(weight_grad, bias_grad, c), bias_grad if c.beta is None else c.beta * bias_grad
+    return weights_to_v(weight_grad, per_unit(bias_grad), c), bias_grad if c.beta is None else c.beta * bias_grad
 
 
 def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales) -> Tensor:
-    """The weights' part of `gradient_to_v`; None is the gradient of a layer without bias."""
+    """The weights' part of `gradient_to_v`, with the bias's as [unit, 1]; None for a layer without bias."""
     if bias_grad is None:
         return gradient_to_v_biasless(weight_grad, c)
     if c.mu is not None:
-        weight_grad = torch.addcmul(weight_grad, c.mu, per_unit(bias_grad), value=-1)
+        weight_grad = torch.addcmul(weight_grad, c.mu, bias_grad, value=-1)
     return scaled(weight_grad, c)
 
 

@@ -143,7 +143,7 @@ def batch_moments(sums: Sums, centre: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = sums.rows.clamp(min=1)
     offset = sums.first / rows
-    return centre + offset, (sums.second / rows - offset * offset).clamp(min=0)
+    return centre + offset, torch.addcmul(sums.second / rows, offset, offset, value=-1).clamp(min=0)
 
 
 def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
@@ -181,7 +181,8 @@ torch.tensor([1.0]), 0.5)
     """
     k, mass = gain(running.mass, decay)
     d = mean - running.mx
-    return Running(running.mx + k * d, (1 - k) * running.vx + k * var + k * (1 - k) * d * d, mass)
+    step = k * d
+    return Running(running.mx + step, torch.lerp(running.vx, var, k).addcmul_(step, d - step), mass)
 
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:

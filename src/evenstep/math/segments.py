@@ -27,8 +27,7 @@ class Whole:
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of `x`, which broadcasts to its elements (0 if `x` is empty)."""
-        total, count = self.totals(x, torch.ones_like(x))
-        return self.widen(total / count.clamp(min=1))
+        return self.widen(self.total(x) / max(1, x.numel()))
 
     def every(self, mask: Tensor) -> Tensor:
         """Whether the mask holds for every element, one for each layer."""
@@ -49,9 +48,15 @@ class Segments(Whole):
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
         self.owner = torch.repeat_interleave(torch.arange(len(self.sizes)), lengths).to(device)
 
+        self.counts = lengths.clamp(min=1).to(device)
+
     def total(self, x: Tensor) -> Tensor:
         """Sums, one per layer, in the same order of additions in every run."""
         return self._reduce(x, "sum")
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Means, repeated for each element of their layer."""
+        return self.widen(self.total(x) / self.counts)
 
     def most(self, x: Tensor) -> Tensor:
         """Largest elements, one per layer (0 where a layer is empty or has none above 0)."""

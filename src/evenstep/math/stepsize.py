@@ -54,7 +54,7 @@ def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
     >>> unit_square(torch.ones(2, 3), torch.ones(1, 2))
     tensor([4., 4.])
     """
-    square = torch.linalg.vecdot(weight_grad, weight_grad)
+    square = torch.linalg.vector_norm(weight_grad, dim=-1).square()
     return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-2)
 
 
@@ -86,9 +86,9 @@ def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
 
 
 def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    """Nesterov's direction, scaled so that a constant gradient gives itself: (1−m)(g + m M), M the new buffer.
+    """Nesterov's direction g + m M, M the new buffer: 1/(1−m) times the gradient, if that is constant.
 
     >>> look_ahead(torch.tensor(1.0), torch.tensor(2.0), 0.5)
-    tensor(1.)
+    tensor(2.)
     """
-    return torch.add(grad, buffer, alpha=momentum).mul_(1 - momentum)
+    return torch.add(grad, buffer, alpha=momentum)

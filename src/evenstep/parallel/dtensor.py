@@ -58,6 +58,11 @@ class ShardedSegments(Segments):
         """Several sums, in one reduction over ranks."""
         return reduced(torch.stack([super(ShardedSegments, self).total(x) for x in xs]), self.groups).unbind()
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Means over all ranks, repeated for each element of their layer that this rank has."""
+        total, count = self.totals(x, torch.ones_like(x))
+        return self.widen(total / count.clamp(min=1))
+
     def most(self, x: Tensor) -> Tensor:
         """Largest elements over all ranks, one per layer."""
         return reduced(super().most(x), self.groups, dist.ReduceOp.MAX)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
-from ..math.change_of_variables import per_unit
 from ..math.constants import inverse_root
 from ..math.moments import fold_mean, gain
 from .rule import Direction, OnV, Rule, RuleStep, heavy_ball, put
@@ -59,7 +58,7 @@ class BlockNaturalRule(Rule):
             square = step.units.widen(running_square(step, square, ok, per_layer=True))
         scale = inverse_root(square + step.group["eps"])
         scale = scale.expand(sum(step.units.sizes))
-        weights = [w * per_unit(s) for w, s in zip(step.on_v.weights, step.per_unit(scale), strict=True)]
+        weights = [w * s for w, s in zip(step.on_v.weights, step.rows(scale), strict=True)]
         return OnV(weights, None if step.on_v.biases is None else step.on_v.biases * scale)
 
     def _by_weight(self, step: RuleStep, ok: Tensor | None) -> OnV:

@@ -95,7 +95,7 @@ class RuleStep:
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
-        return pack(self.live(name)).to(self.dtype)
+        return self.wide([pack(self.live(name))])[0]
 
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
@@ -119,9 +119,9 @@ class RuleStep:
         rows = [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)]
         return OnV(weights, stacked(rows))
 
-    def per_unit(self, flat: Tensor) -> Sequence[Tensor]:
-        """A number per unit as [unit] of each block."""
-        return torch.split(flat, self.units.sizes)
+    def rows(self, flat: Tensor) -> Sequence[Tensor]:
+        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
+        return torch.split(flat.unsqueeze(1), self.units.sizes)
 
     def unit_square(self, on_v: OnV) -> Tensor:
         """Σ of squares over each unit, its bias included."""

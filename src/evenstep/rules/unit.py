@@ -28,7 +28,7 @@ class UnitRule(Rule):
         in_layer = step.blocks[0].entry is not None
         damping = step.group["damping"] if in_layer else 0.0
         level = stepsize.unit_level(average, square, damping, step.units)
-        scale = inverse_root(level + step.group["eps"])
+        scale = inverse_root(level + step.group["eps"]) * (1 - step.group["momentum"])
         usual = stepsize.LONG if in_layer else 1.0
         return Direction(*ahead, scale * stepsize.own_length(step.unit_length2(), usual))
 

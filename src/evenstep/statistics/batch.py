@@ -149,7 +149,7 @@ class LayerStatistics:
 
     def both(self) -> Tensor:
         """The sums of the rows that were seen, Σ(x − c) and Σ(x − c)², [2, input]."""
-        return self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
+        return self.slots.sum(0) if self.slot_count > 1 else self.slots[0]
 
     def sums(self) -> Sums:
         """The sums of all rows, with the zeros that the layer inserts."""

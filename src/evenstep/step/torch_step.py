@@ -6,6 +6,7 @@ the weights is done block by block.
 
 from collections.abc import Sequence
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, per_unit, response, scaled, step_to_w_biasless, weights_to_v
+from ..math.change_of_variables import Scales, response, scaled, step_to_w_biasless, weights_to_v
 from ..math.moments import Sums, accumulation_dtype, add_zeros
 from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
@@ -85,7 +86,7 @@ class TorchStep(RuleStep):
         weights, biases = self.as_blocks(grads)
         of_units: Sequence[Tensor | None] = [None] * len(weights)
         if biases is not None:
-            of_units = self.per_unit(biases.sum(0) if len(biases) > 1 else biases[0])
+            of_units = self.rows(biases.sum(0) if len(biases) > 1 else biases[0])
         weights = [weights_to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
         self.on_v = OnV(weights, biases if biases is None or self.bias_scale is None else biases * self.bias_scale)
 
@@ -98,18 +99,26 @@ class TorchStep(RuleStep):
         if self.coordinates.needs == Statistics.NOTHING or not self.stages:
             return self.batch
         counts = torch.stack([s.tally for s in self.stages])
-        if self.device.type == "cpu" and not torch.compiler.is_compiling():
-            self.all_seen = all(uses for _, _, uses, _ in counts.tolist())
-        rows, zeros, applied, examples = counts.to(self.dtype).unbind(1)
+        found = counts.tolist() if self.on_host() else []
+        self.all_seen = all(uses for _, _, uses, _ in found)
+        rows, zeros, applied, examples = self.wide([counts])[0].unbind(1)
         if self.coordinates.needs < Statistics.INPUTS:
             return Batch(rows, applied, examples, rows > 0)
         widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
-        sums = Sums(widen(rows), *torch.cat([s.both() for s in self.stages], 1).unbind())
+        both = torch.cat([s.both() for s in self.stages], 1)
+        sums = Sums(widen(rows), *both.unbind())
         if any(s.stuffed for s in self.stages):
             sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
-        usable = usable_sums(sums._replace(rows=rows), self.layers.inputs)
+        # before a layer has moments, its centre is another row or NaN
+        settled = self.on_host() and all(seen for seen, *_ in found) and torch.equal(centre, self.kept["mx"])
+        settled = settled and isfinite(both.sum().item()) and not self.coordinates.beta_per_output
+        usable = rows > 0 if settled else usable_sums(sums._replace(rows=rows), self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        return Batch(rows, applied, examples, usable, sums, centre, g2)
+        return Batch(rows, applied, examples, usable, sums, centre, g2, settled)
+
+    def on_host(self) -> bool:
+        """Whether reading a tensor costs nothing."""
+        return self.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _by_block(self, scales: Scales) -> list[Scales]:
         """The coordinates of each block, as its matrix has them."""
@@ -168,10 +177,8 @@ class TorchStep(RuleStep):
         if biases is not None and along is not None:
             biases = biases - gain * along
         own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
-        gains = self.per_unit(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
-        for k, g in enumerate(gains):
-            g = per_unit(g) if isinstance(g, Tensor) else g
-            steps[k] = steps[k].mul_(g) if own else steps[k] * g
+        gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
+        steps = foreach.mul_(steps, gains) if own else [s * g for s, g in zip(steps, gains, strict=True)]
         self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
     def _scaled(self, biases: Tensor | None, scale: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -208,19 +215,22 @@ class TorchStep(RuleStep):
             step2 = step2 + (biases * biases).amax(0)
         elif along is not None:
             step2 = step2 + (gain * along).square()
-        unit2 = self.unit_length2()
-        relative2 = guards.relative(unit2, step2, guards.TRUST_FLOOR)
+        unit2 = self.unit_length2().clamp(min=guards.TRUST_FLOOR**2)
+        relative2 = step2 / unit2
+        largest2 = self.units.most(relative2)
+        if self.on_host() and guards.cannot_fire(largest2.max().item(), radius, self.rule.linear):
+            self._count(raised, none, largest2.sqrt())
+            return None
         typical2 = None if self.rule.linear else guards.typical(relative2, self.units)
-        factor, over = guards.trust_factor(unit2, step2, radius, guards.TRUST_FLOOR, typical2)
-        self._count(raised, self.units.total(over.to(factor.dtype)), self.units.most(relative2).sqrt())
+        factor, over = guards.trust_factor(unit2, step2, radius, typical2)
+        self._count(raised, self.units.total(over.to(factor.dtype)), largest2.sqrt())
         return factor
 
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
-        last = torch.stack([raised, held, largest], 1).float()
-        foreach.copy_([s.last for s in self.stages], last.unbind())
-        counted = torch.cat([last[:, :2], torch.ones_like(last[:, :1])], 1)
-        foreach.add_([s.fired for s in self.stages], counted.unbind())
+        foreach.copy_([s.last for s in self.stages], torch.stack([raised, held, largest], 1).unbind())
+        fired = torch.stack([raised, held, self.one.expand(len(self.stages))], 1)
+        foreach.add_([s.fired for s in self.stages], fired.to(torch.float32).unbind())
 
     def _displace(self, steps: list[Tensor], ok: Tensor | None) -> None:
         """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so.
