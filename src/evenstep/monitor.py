@@ -15,7 +15,7 @@ from .coordinates.coordinates import Statistics
 from .math.moments import batch_moments, usable
 from .statistics.batch import LayerStatistics
 from .step.block import Block
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 COLUMNS = (
     "log2_variance",  # median over inputs of log2(batch variance / running variance)
