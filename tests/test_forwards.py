@@ -88,26 +88,6 @@ def test_a_model_in_training_can_be_traced_and_exported(cls, way):
     assert_same(trained(twin, batches, cls=cls), trained(model, batches, trace, cls))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("cls", WATCHING)
-def test_a_batch_that_is_not_finite_leaves_no_trace(cls, first, value):
-    """Weights, and all steps after it, are as if it had not come."""
-    model, batches = network(), some_batches()
-    twin, bad = copy.deepcopy(model), 1 + randn(5, 2, 3, 3)
-    bad[0, 0, 0, 0] = value
-    optimizer, other = cls(model, lr=0.05), cls(twin, lr=0.05)
-    for k, batch in enumerate(batches):
-        if k == (0 if first else 1):
-            before = copy.deepcopy(model)
-            with pytest.warns(UserWarning, match="a gradient is not finite"):
-                fit(optimizer, model, [(bad, batch[1])])
-            assert_same(before, model)
-        fit(optimizer, model, [batch])
-        fit(other, twin, [batch])
-    assert_same(twin, model, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("functionally", [True, False])
 @pytest.mark.parametrize("cls", WATCHING)
