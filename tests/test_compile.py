@@ -18,7 +18,7 @@ import evenstep
 from cases import OPTIMIZERS, RUNS_TORCH_RULES
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics
+from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics, tied, twice
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
@@ -40,19 +40,6 @@ def chain(*layers):
         return x
 
     return Forward(forward, layers=nn.ModuleList(layers))
-
-
-def twice():
-    """A layer that is called twice in one forward."""
-    inner, head = nn.Linear(6, 6), nn.Linear(6, 3)
-    return Forward(lambda self, x: self.head(self.inner(self.inner(x).relu()).relu()), inner=inner, head=head)
-
-
-def tied():
-    """Two layers that share a weight."""
-    model = chain(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    model.layers[2].weight = model.layers[0].weight
-    return model
 
 
 def recomputed():
@@ -87,8 +74,8 @@ MODELS = {
     "mlp": (mlp, (6,)),
     "convolutions": (convnet, (2, 5, 5)),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (5, 8)),
-    "called twice": (twice, (6,)),
-    "tied": (tied, (6,)),
+    "called twice": (twice, (3,)),
+    "tied": (lambda: tied(nn.Linear(3, 3)), (3,)),
     "checkpointed": (recomputed, (6,)),
     "autocast": (autocast, (6,)),
 }
@@ -220,7 +207,7 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
 def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
     """Beside calls of the whole model, in which a layer called twice counts once."""
     torch._dynamo.reset()
-    model, x = chain(twice(), nn.Linear(3, 3)), torch.randn(16, 6)
+    model, x = chain(twice(), nn.Linear(3, 3)), torch.randn(16, 3)
     optimizer = evenstep.WhitenedSGD(model)
     forward, body = (
         torch.compile(m, fullgraph=True, backend="eager") if compiled else m
@@ -229,7 +216,7 @@ def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
     for k in range(4):
         y = forward(x) if k % 2 == 0 else model.layers[1](body(x))
         descend(optimizer, y.square().mean())
-        shared = [optimizer.state[m.weight]["sharing"] for m in (model.layers[0].inner, model.layers[1])]
+        shared = [optimizer.state[m.weight]["sharing"] for m in (model.layers[0].layer, model.layers[1])]
         assert shared == [1 if k % 2 else 2, 1]
 
 
