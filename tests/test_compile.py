@@ -389,7 +389,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
     A kernel is called once for each layer, with the tensor that the layer itself reads.
     """
     torch._dynamo.reset()
-    eager = chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.GELU(), nn.Linear(5, 2))
+    eager = chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     model, served, calls, dtypes = copy.deepcopy(eager), by != "plain operations", [], set()
     if served:
         monkeypatch.setattr(kernel, "serves", lambda x, slots: True)
@@ -417,7 +417,7 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
             optimizer.step()
     assert_same(eager, model, **({"rtol": 0.05, "atol": 0.02} if mixed else CLOSE))
     if served:
-        assert set(calls) <= {0, 3} and calls.count(3) == (1 if dynamic else 2), calls
+        assert set(calls) <= {0, 2} and calls.count(2) == (1 if dynamic else 2), calls
         assert dtypes == {torch.bfloat16 if mixed else torch.float32}
     else:
         assert not any(calls)
