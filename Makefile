@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-kernels test-torch test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-slow test-gpu test-kernels test-torch test-browser test-integrations test-all compatibility compatibility-gpu check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -16,6 +16,10 @@ test-slow: .venv/.installed-dev
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m gpu
+
+# the report in Chromium, which is not a Python package: apt-get install chromium
+test-browser: .venv/.installed-dev
+	$(BIN)/python -m pytest -q -m browser -rs tests/test_lab_browser.py
 
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest -q -n 2 -m integrations tests/integrations $(PYTEST_ARGS)

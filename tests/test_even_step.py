@@ -249,6 +249,15 @@ def test_layers_of_one_unit_or_input_in_a_group_are_for_adamw():
     assert uses_adam(optimizer, model[0].weight) and not uses_adam(optimizer, model[1].weight)
 
 
+@pytest.mark.parametrize("called", [True, False])
+def test_a_last_layer_of_one_unit_is_the_head_before_any_forward_and_after(called):
+    """So that state made before a forward, as for distributed checkpoints, has the names of that of training."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = EvenStep(model, lr=0.0)
+    descend(optimizer, 0 * (model(randn(4, 6)).sum() if called else sum(p.sum() for p in model.parameters())))
+    assert uses_adam(optimizer, model[2].weight) and not uses_adam(optimizer, model[0].weight)
+
+
 def test_attention_is_orthogonalized_and_is_no_head():
     class Attending(nn.Module):
         def __init__(self):

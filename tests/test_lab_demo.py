@@ -66,6 +66,7 @@ def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
     found = [record(method, lr, losses) for (method, lr), losses in runs.items()]
     left, right = plots.figure2(found).axes
     assert [list(line.get_ydata()) for line in (*left.lines, *right.lines)] == [[2.0, 0.5], [1.0, 0.2]]
+    assert left.get_ylim()[0] < 0.2 < right.get_ylim()[1] and left.get_ylim() == right.get_ylim()
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["SGD, 0.3"]
     first, second = (drawing.save(plots.figure2(found), tmp_path / f"{name}.svg") for name in "ab")
     assert first.read_bytes() == second.read_bytes()

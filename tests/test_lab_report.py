@@ -68,7 +68,7 @@ def test_page_shows_every_method_with_its_numbers(tmp_path):
     for text in ("SGD", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
         assert any(text in shown for shown in page.texts), text
     figures = [a["src"] for tag, a in page.tags if tag == "img"]
-    assert len(figures) == 2 and all(src.startswith("data:image/svg+xml;base64,") for src in figures)
+    assert len(figures) == 3 and all(src.startswith("data:image/svg+xml;base64,") for src in figures)
 
 
 def test_page_needs_nothing_from_outside(tmp_path):
@@ -95,7 +95,7 @@ def test_hostile_texts_stay_texts(tmp_path):
     for run in hostile:
         run |= {"commit": HOSTILE, "environment": {"device": HOSTILE, "torch": HOSTILE}, "time": HOSTILE}
     page = Page(write(tmp_path, *hostile, extra=[HOSTILE.replace("\ud800", "")]).read_text(encoding="utf-8"))
-    assert "script" not in dict(page.tags) and [tag for tag, _ in page.tags].count("img") == 2
+    assert "script" not in dict(page.tags) and [tag for tag, _ in page.tags].count("img") == 3
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert any('<script>alert("x")</script>' in text for text in page.texts)
     assert "{{ 7*7 }}" in " ".join(page.texts)
@@ -198,12 +198,12 @@ def with_row(**row):
     ],
 )
 def test_a_report_is_made_over_any_values(odd, tmp_path):
-    assert write(tmp_path, *odd).exists() and len(list((tmp_path / "figures").iterdir())) == 2
+    assert write(tmp_path, *odd).exists() and len(list((tmp_path / "figures").iterdir())) == 3
 
 
 def test_figures_say_what_they_leave_out():
     found = comparison.compare([record("sg", 1e300, [1.0]), record("sg", 1.0, [1e-200]), record("sg", 0.5, [1.1])])
-    drawn = [draw(found).axes[0].get_xlabel() for draw in (plots.curves, plots.sensitivity)]
+    drawn = [draw(found).axes[0].get_xlabel() for draw in (plots.loss_curves, plots.sensitivity)]
     assert drawn[0] == "epoch; not drawn: 1 outside 1e-100 to 1e+100" and "not drawn: 2 outside" in drawn[1]
 
 

@@ -100,9 +100,10 @@ class EvenStep(CoordinateOptimizer):
         if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        seen = [(e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible and not thin(e)]
-        known = [weight for weight, _ in seen if "exp_avg" in self._incoming.get(weight, self.state.get(weight, {}))]
-        weights = known or [weight for weight, layer in seen if layer is last or last is None]
+        seen = [(e, e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible]
+        state = {weight: self._incoming.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
+        known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
+        weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
         return weights[-1] if weights else None
 
     def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:

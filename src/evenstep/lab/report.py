@@ -36,8 +36,8 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
 
 def save_figures(found: Comparison, folder: Path, number: int) -> list[Path]:
     """The figures of a comparison as SVG files."""
-    figures = {"curves": plots.curves(found), "stepsizes": plots.sensitivity(found)}
-    return [drawing.save(figure, folder / f"{number}-{kind}.svg") for kind, figure in figures.items()]
+    draw = {"loss": plots.loss_curves, "accuracy": plots.accuracy_curves, "stepsizes": plots.sensitivity}
+    return [drawing.save(plot(found), folder / f"{number}-{kind}.svg") for kind, plot in draw.items()]
 
 
 def page(folder: Path, compared: list[Comparison], files: list[list[Path]], found: reading.Reading) -> str:
