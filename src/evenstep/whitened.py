@@ -15,7 +15,7 @@ from .rules import torch_rule as proxies
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.plan import Plan
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 
