@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from .model.known_layers import kind_of
+from .model.layers import kind_of
 from .model.survey import join, lookup
 from .options import refusal
 from .parallel.dtensor import sharded

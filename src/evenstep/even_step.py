@@ -20,7 +20,7 @@ from .rules.orthogonal import OrthogonalRule
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
 from .step.plan import Plan
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 
 @explained
@@ -141,4 +141,4 @@ class EvenStep(CoordinateOptimizer):
 
 def thin(entry: Entry) -> bool:
     """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
-    return min(entry.shape[1], entry.shape[2:].numel()) < 2
+    return min(entry.layout.shape[1], entry.layout.shape[2:].numel()) < 2

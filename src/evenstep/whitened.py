@@ -16,7 +16,7 @@ from .rules.base_rule import BaseRule
 from .rules.torch_rule import TorchRule
 from .step.block import Block
 from .step.plan import Plan
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 

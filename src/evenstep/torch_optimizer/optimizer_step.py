@@ -14,8 +14,8 @@ from ..step import plan as plans
 from ..step.block import Block, gradient
 from ..step.plan import Plan
 from ..step.state import init_state
-from .base import NONFINITE, ModelOptimizer
 from .checkpoint import step_count
+from .model_optimizer import NONFINITE, ModelOptimizer
 from .param_groups import at_rest
 
 NO_MODEL = (
