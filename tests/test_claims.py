@@ -20,7 +20,7 @@ def network():
 def test_a_second_optimizer_on_the_same_parameters_warns_once(first, second):
     model = network()
     one = first(model)
-    message = rf"{second.__name__}: 4 of its 4 parameters .* optimizer \({first.__name__}\) .* call its detach\(\); else give each"
+    message = rf"{second.__name__}: 4 of its 4 parameters .* \({first.__name__}\) .* its detach\(\); else give each"
     with pytest.warns(UserWarning, match=message) as caught:
         two = second(model)
     assert len(caught) == 1 and caught[0].filename == __file__
