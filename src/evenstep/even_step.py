@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from . import options
-from .coordinates.coordinates import Coordinates
+from .coordinates.coordinates import Coordinates, Statistics
 from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
 from .options import explained
@@ -82,6 +82,19 @@ class EvenStep(CoordinateOptimizer):
             return self._kept(Coordinates, self.rule), self.rule, False
         settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
         return self._kept(self.coordinates, self.rule, **settings), self.rule, False
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """Which parameters AdamW moves, and why those of layers."""
+        if block.rule is self.rule:
+            return "its input is not seen" if block.coordinates.needs is Statistics.NOTHING else ""
+        why, entry = "", block.entry
+        if entry is not None and not block.alone:
+            known = self._statistics.forwards.last is not None or self.state or block.group["head"] != "auto"
+            head = ": the head" if known else ": the head, unless another layer is called last"
+            why = head if self._is_head(block.group, entry) else ": one unit or input per group"
+        elif self._left_out.get(id(p), "").startswith("shared with"):
+            why = ": the head"
+        return f"moved by AdamW{why}"
 
     def _is_head(self, group: Group, entry: Entry) -> bool:
         if group["head"] == "auto":
