@@ -25,7 +25,7 @@ from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.data.fashion import FASHION_NAME
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
-from made_up import record
+from lab_helpers import record
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&amp;{{ 7*7 }}$\\frac{"\'`\u2028\ud800\x00'
 

@@ -18,7 +18,7 @@ from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from small_images import small_arrays
+from lab_helpers import small_arrays
 
 
 def tiny_model(channels=3):
