@@ -15,8 +15,8 @@ from .coordinates.coordinates import Coordinates, Statistics
 from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
 from .options import explained
-from .rules.base_rule import BaseRule
 from .rules.orthogonal import OrthogonalRule
+from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
 from .step.plan import Plan
@@ -67,7 +67,7 @@ class EvenStep(CoordinateOptimizer):
         process_group: Any = None,
     ) -> None:
         defaults = options.for_groups(locals())
-        adamw = BaseRule(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
+        adamw = TorchClass(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
         self._rest = TorchRule(adamw, adamw, own_options=True)
         super().__init__(params, defaults, model, process_group)
 

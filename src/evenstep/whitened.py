@@ -12,7 +12,7 @@ from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.base_rule import BaseRule
+from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block
 from .step.plan import Plan
@@ -70,9 +70,9 @@ class Whitened(CoordinateOptimizer):
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
         base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
-        self._base = BaseRule(owner, base, base_kwargs)
+        self._base = TorchClass(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
-        self._plain = self._base if plain is None else BaseRule(owner, plain, {})
+        self._plain = self._base if plain is None else TorchClass(owner, plain, {})
         self.rule = TorchRule(self._base, self._plain)
         theirs = self._base.instance.defaults
         ours["lr"] = theirs["lr"] if lr is None else lr

@@ -17,6 +17,7 @@ from ..coordinates.whitening import Whitening
 from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
 from ..parallel import reduce as distributed
+from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics, recentre
 from ..statistics.hooks import ModelStatistics
@@ -33,7 +34,7 @@ class ModelOptimizer(Optimizer):
     """An optimizer of parameters, and of the model that they belong to, if it is known."""
 
     coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
-    rule: Rule = Rule()
+    rule: Rule = GradientRule()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
     process_group: Any
 
