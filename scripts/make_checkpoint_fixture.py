@@ -16,7 +16,7 @@ from cases import OPTIMIZERS
 from evenstep.torch_optimizer.checkpoint import FORMAT
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
-NAMES = ["whitened-decayed", "fan-in-momentum", "canonical", "evenstep", "whitened-sgd", "whitened-adamw"]
+NAMES = ["whitened-decayed", "fan-in-momentum", "canonical", "unitstep", "whitened-sgd", "whitened-adamw"]
 NAMES += ["whitened-muon", "unit", "weight"]
 
 

@@ -58,10 +58,10 @@ OPTIMIZERS = {
     "canonical-paper": OptimizerCase(
         evenstep.CanonicalSGD, {"lr": 0.01, "damping": 0.0, "fresh_max": None, "trust": None}
     ),
-    "evenstep": OptimizerCase(evenstep.UnitStep, {"lr": 0.02}),
-    "evenstep-decayed": OptimizerCase(evenstep.UnitStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
-    "orthogonal": OptimizerCase(evenstep.EvenStep, {"lr": 0.02}),
-    "orthogonal-decayed": OptimizerCase(
+    "unitstep": OptimizerCase(evenstep.UnitStep, {"lr": 0.02}),
+    "unitstep-decayed": OptimizerCase(evenstep.UnitStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.0}),
+    "evenstep": OptimizerCase(evenstep.EvenStep, {"lr": 0.02}),
+    "evenstep-decayed": OptimizerCase(
         evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.8, "head": None, "plain_lr": None}
     ),
     "whitened-sgd": OptimizerCase(
@@ -85,10 +85,10 @@ BY_HAND = {
     "momentum": OptimizerCase(evenstep.WhitenedSGD, {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.1}),
     "unguarded": OptimizerCase(evenstep.WhitenedSGD, {"lr": 1e-4, "momentum": 0.9, "trust": None, "fresh_max": None}),
     "fan-in": OptimizerCase(evenstep.FanInSGD, {"lr": 0.5, "momentum": 0.9, "trust": 0.1}),
-    "even": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "weight_decay": 0.1}),
-    "even-plain": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "momentum": 0.0, "maximize": True}),
-    "even-tight": OptimizerCase(evenstep.UnitStep, {"lr": 0.3, "trust": 0.02, "fresh_max": 0.8}),
-    "even-tensor-lr": OptimizerCase(evenstep.UnitStep, {"lr": torch.tensor(0.03)}),
+    "unitstep": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "weight_decay": 0.1}),
+    "unitstep-plain": OptimizerCase(evenstep.UnitStep, {"lr": 0.03, "momentum": 0.0, "maximize": True}),
+    "unitstep-tight": OptimizerCase(evenstep.UnitStep, {"lr": 0.3, "trust": 0.02, "fresh_max": 0.8}),
+    "unitstep-tensor-lr": OptimizerCase(evenstep.UnitStep, {"lr": torch.tensor(0.03)}),
 }
 ADAMW = {"base": torch.optim.AdamW, "lr": 0.01, "eps": 0.01}  # a large eps: Adam turns rounding errors into full steps
 TORCH_RULES = {

@@ -18,10 +18,10 @@ from helpers import assert_same as assert_weights_agree
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 ROUNDED = {"rtol": 1e-3, "atol": 1e-4}  # for float32
-some_optimizers = pytest.mark.parametrize("name", ["momentum", "even"])
+some_optimizers = pytest.mark.parametrize("name", ["momentum", "unitstep"])
 
 
-def pair(name="even"):
+def pair(name="unitstep"):
     """The same network with a step block by block and with a fused one."""
     torch.manual_seed(3)
     single = Net().double()

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # inductor's own imports
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # dynamo's own, in torch 2.11
 ]
-SOME = [OPTIMIZERS[k] for k in ("evenstep", "canonical", "whitened-adamw")]
+SOME = [OPTIMIZERS[k] for k in ("unitstep", "canonical", "whitened-adamw")]
 some_optimizers = pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
 WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD]
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}
@@ -168,7 +168,7 @@ def test_a_compiled_model_is_one_graph_and_trains_to_the_same_weights(case):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_compiles_as_often_as_without_hooks(name):
     backend = "aot_eager" if name in ("mlp", "checkpointed") else "eager"  # "eager" runs checkpointed parts as they are
-    assert_compiles_as_eager(OPTIMIZERS["evenstep"], name, backend)
+    assert_compiles_as_eager(OPTIMIZERS["unitstep"], name, backend)
 
 
 REAL = [("aot_eager", name) for name in MODELS]

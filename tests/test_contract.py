@@ -274,7 +274,7 @@ def test_refresh_keeps_the_models_order_and_what_was_not_the_models():
 
 
 @by_parts_and_fused
-@pytest.mark.parametrize("name", ["evenstep", "whitened", "fan-in", "whitened-adamw"])
+@pytest.mark.parametrize("name", ["unitstep", "whitened", "fan-in", "whitened-adamw"])
 def test_a_layer_whose_weight_has_gone_wants_a_refresh(name, foreach):
     """Pruning computes the weight from another parameter: everything says so, until the model is looked at again."""
     model, optimizer = trained(OPTIMIZERS[name], foreach=foreach)

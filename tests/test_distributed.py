@@ -337,7 +337,7 @@ ONCE = [
 
 def test_two_processes(tmp_path):
     """All in one job, since starting processes takes longer than what they do."""
-    jobs = [*joined(DDP_JOBS, ["evenstep"]), *((job, ()) for job in ONCE)]
+    jobs = [*joined(DDP_JOBS, ["unitstep"]), *((job, ()) for job in ONCE)]
     for (job, _), *both in zip(jobs, *ranks.run(tmp_path, 2, jobs), strict=True):
         assert both == [None, None], "\n".join([job.__name__, *map(str, both)])
 

@@ -36,7 +36,7 @@ class FailingOperation(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-NAMES = ["evenstep", "whitened-paper", "canonical", "network", "whitened-sgd", "whitened-adamw", "whitened-muon"]
+NAMES = ["unitstep", "whitened-paper", "canonical", "network", "whitened-sgd", "whitened-adamw", "whitened-muon"]
 SERVED = [name for name in NAMES if name not in ("canonical", "network")]  # by kernels
 
 

@@ -13,8 +13,8 @@ from evenstep.math.moments import batch_moments
 from helpers import assert_same, every_optimizer, layer_statistics, still, weights
 
 pytestmark = pytest.mark.gpu
-COMPILED = ["evenstep", "canonical", "whitened-muon"]  # test_compile.py compiles all on the CPU
-WATCHED = ["evenstep", "canonical", "whitened-adamw"]
+COMPILED = ["unitstep", "canonical", "whitened-muon"]  # test_compile.py compiles all on the CPU
+WATCHED = ["unitstep", "canonical", "whitened-adamw"]
 
 
 def rate(case):

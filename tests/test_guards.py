@@ -16,7 +16,7 @@ import oracle
 from cases import LAYERS, OPTIMIZERS
 from helpers import UNGUARDED, assert_follows, classify, descend, randn, still, twins, weights
 
-GUARDED = {name: OPTIMIZERS[name] for name in ("whitened", "canonical", "evenstep", "whitened-adamw")}
+GUARDED = {name: OPTIMIZERS[name] for name in ("whitened", "canonical", "unitstep", "whitened-adamw")}
 every_guarded = pytest.mark.parametrize("case", GUARDED.values(), ids=GUARDED)
 
 
@@ -93,7 +93,7 @@ def test_a_step_on_which_no_guard_fired_is_bit_equal_to_one_without_guards(case,
 
 
 @pytest.mark.parametrize(
-    ("name", "lr"), [("whitened", 0.05), ("evenstep", 1e-3), ("whitened-adamw", 1e-4), ("canonical", 1e-4)]
+    ("name", "lr"), [("whitened", 0.05), ("unitstep", 1e-3), ("whitened-adamw", 1e-4), ("canonical", 1e-4)]
 )
 def test_on_quiet_data_each_guard_fires_on_less_than_one_percent(name, lr):
     """Independent inputs, small stepsizes; of all inputs, and of all units, over all layers and steps."""
@@ -121,7 +121,7 @@ def test_counters_tell_what_fired(case):
         assert_close(share[on], 0.25 if on == 0 else 1.0)
 
 
-@pytest.mark.parametrize("name", ["whitened", "evenstep", "canonical"])
+@pytest.mark.parametrize("name", ["whitened", "unitstep", "canonical"])
 @pytest.mark.parametrize("kappa", [0.01, 100.0])
 def test_held_steps_commute_with_the_rescaling_of_units(name, kappa):
     """Where every unit is held, the relative change, and so the function after the step, does not see κ.
@@ -147,7 +147,7 @@ def test_held_steps_commute_with_the_rescaling_of_units(name, kappa):
 
 
 @pytest.mark.parametrize(
-    ("name", "lr"), [("whitened", 0.05), ("evenstep", 0.05), ("whitened-adamw", 1e-3), ("canonical", 1e-5)]
+    ("name", "lr"), [("whitened", 0.05), ("unitstep", 0.05), ("whitened-adamw", 1e-3), ("canonical", 1e-5)]
 )
 def test_a_deep_network_whose_signals_vanish_trains(name, lr):
     """PyTorch's initialization, 20 layers: without foresight its first step makes losses of 10¹⁸ and more."""

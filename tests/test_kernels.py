@@ -14,7 +14,7 @@ from evenstep.coordinates.whitening import Whitening
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
-from evenstep.step.triton import host
+from evenstep.step.triton import host, tables
 from helpers import (
     CPU_AND_GPU,
     GPU,
@@ -32,7 +32,7 @@ from helpers import (
 BACKEND = "torch" if GPU.type == "cpu" else "triton"
 SERVED = BY_HAND if GPU.type == "cpu" else BY_HAND | TORCH_RULES
 EXACT = [name for name in SERVED if name != "muon"]  # which orthogonalizes in bfloat16
-SOME = [name for name in ("momentum", "even", "even-plain", "adamw", "nesterov-joint") if name in SERVED]
+SOME = [name for name in ("momentum", "unitstep", "unitstep-plain", "adamw", "nesterov-joint") if name in SERVED]
 FUSED = [(name, "cpu") for name in BY_HAND]
 FUSED += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in EXACT]
 
@@ -60,7 +60,7 @@ def test_a_fused_step_serves_many_rows_in_any_memory_layout(memory, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name in SOME if name != "even-plain"])
+@pytest.mark.parametrize("name", [name for name in SOME if name != "unitstep-plain"])
 def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
     if GPU.type == "cpu" and dtype != torch.float32:
         pytest.skip("without kernels half precision is stepped block by block")
@@ -82,7 +82,7 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
     ],
 )
 def test_long_rows_outside_layers_are_cut_into_equal_pieces(outside, units, columns, expected):
-    assert host.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
+    assert tables.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
 
 
 class HalfWhitening(Whitening):

@@ -227,6 +227,21 @@ def test_a_nan_batch_is_one_event_and_its_end_another():
     assert late.events() == [], "the batch came before this monitor"
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("capturable", [False, True])
+def test_events_do_not_depend_on_when_they_are_read(capturable):
+    model, optimizer, monitor = watched(capturable=capturable)
+    late, found = CurvatureMonitor(optimizer), []
+    for k in range(40):
+        step(model, optimizer, torch.full((100, 6), torch.nan) if k in {5, 20} else None)
+        found += monitor.events()
+    assert found == late.events()
+    assert [(e.step, e.kind) for e in found if not e.over and e.kind != "guards"] == [
+        (6, "nonfinite"),
+        (21, "nonfinite"),
+    ]
+
+
 def test_a_stepsize_far_too_large_is_an_event():
     _, _, monitor = watched(steps=10, lr=100.0)
     event = monitor.events()[0]
@@ -242,9 +257,9 @@ def test_a_stepsize_far_too_large_is_an_event():
     ],
 )
 def test_guards_that_hold_few_units_far_or_most_for_long_are_an_event(columns, at, what):
-    watch = monitors._Watch({"0": (4, 10)}, 0)
-    row = dict.fromkeys((*COLUMNS, *monitors._HIDDEN), 0.0) | columns
-    [event] = [event for t in range(1, 101) for event in watch.events(t, {"0": row})]
+    watch = monitors._Watch(skipped=0)
+    row = dict.fromkeys((*COLUMNS, "lost", "changed_scale", "newly_dead"), 0.0) | {"inputs": 4, "units": 10} | columns
+    [event] = [event for t in range(1, 101) for event in watch.events(t, {"0": row}, skipped=0)]
     assert (event.step, event.kind) == (at, "guards") and event.what.startswith(what)
 
 

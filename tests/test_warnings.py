@@ -13,7 +13,7 @@ def warn_at(level):
 
 
 OTHERS = ["torch", "torch.jit._script", "triton.runtime.jit", "lightning.pytorch", "transformers", "numpy", "sys"]
-ITS_OWN = ["evenstep", "evenstep.torch_optimizer.base", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
+ITS_OWN = ["evenstep", "evenstep.model.survey", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
 every_category = pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
 
 

@@ -3,8 +3,9 @@
 The paper's authors looked at these by hand (§4.4). docs/guards.md lists what is normal, with the runs behind it.
 """
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,37 +16,48 @@ from .coordinates.coordinates import Statistics
 from .math.moments import batch_moments, usable
 from .statistics.batch import LayerStatistics
 from .step.block import Block
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
-COLUMNS = (
-    "log2_variance",  # median over inputs of log2(batch variance / running variance)
-    "log2_variance_q90",  # 0.9 quantile over inputs of its magnitude
-    "mean_shift_q90",  # 0.9 quantile over inputs of |batch mean - running mean|, in running deviations, at most 100
-    "changed_inputs",  # share of inputs whose variance has been off by `threshold` the same way for 3 steps
-    "dead_inputs",  # share of inputs that were zero in the last 256 rows
-    "guarded_inputs",  # share of inputs whose variance fresh-max raised
-    "guarded_units",  # share of units that the trust radius held back
-    "log10_largest_step",  # log10 of the largest step a unit asked for, relative to the unit's length
-)
-_HIDDEN = ("changed_by", "settled", "judged", "lost", "skipped")  # for events alone
-_PER_UNIT = "guarded_units"
-_LARGEST = ("log2_variance", "log2_variance_q90", "mean_shift_q90", "log10_largest_step")
+# of each layer; of the network, the mean over all "inputs" or "units", or the layer's value where this is largest
+COLUMNS: dict[str, str | Callable[[float], float]] = {
+    "log2_variance": abs,  # median over inputs of log2(batch variance / running variance)
+    "log2_variance_q90": abs,  # 0.9 quantile over inputs of its magnitude
+    "mean_shift_q90": abs,  # 0.9 quantile over inputs of |batch mean - running mean|, in running deviations, up to 100
+    "changed_inputs": "inputs",  # share of inputs whose variance has been off by `threshold` the same way for 3 steps
+    "dead_inputs": "inputs",  # share of inputs that were zero in the last 256 rows
+    "guarded_inputs": "inputs",  # share of inputs whose variance fresh-max raised
+    "guarded_units": "units",  # share of units that the trust radius held back
+    "log10_largest_step": float,  # log10 of the largest step a unit asked for, relative to the unit's length
+}
 
 PRIOR_ROWS = 4  # rows of running moments that join each batch's: a variance from 3 rows is mostly noise
 FLOOR = 0.03  # added to variances, relative to the layer's mean: damping makes smaller ones irrelevant to the step
 LASTING = 3  # steps in a row after which a change counts as lasting
 DEAD_ROWS = 256  # rows of zeros in a row after which an input counts as dead
 SETTLED = 50  # steps after which a change of scale is an event; before it, all scales change
-
-CHANGED_SHARE = 0.03  # of a layer's inputs, and at least two of them
-DEAD_SHARE = 0.1  # rise over the lowest share so far
-HELD_SHARE, HELD_STEPS = 0.85, 3  # of the network's units; healthy runs reach 0.74
-LONG_SHARE, LONG_STEPS = 0.5, 50  # healthy runs hold back few units after 20 steps
-LARGEST_STEP = 3.0  # of a unit's length: 30 times the default trust radius
 QUIET = 10  # calm steps after which trouble is over; steps after an event in which no other of its kind follows
 
-LOST = "a gradient, but no finite statistics of its input for 3 steps; its last moments are used", "statistics are back"
+HELD = "the trust radius holds back {guarded_units:.0%} of all units and so acts as the stepsize; lr may be too large"
+FAR = "a unit asks for steps of {largest_step:.2g} times its own length; {guarded_units:.0%} of all are held back"
 FREE = "the trust radius holds back few units again"
+LOST = "a gradient, but no finite statistics of its input for 3 steps; its last moments are used"
+# (kind, column, threshold, steps in a row): what to say at the start and at the end
+ALARMS: dict[tuple[str, str, float, int], tuple[str, str]] = {
+    ("nonfinite", "skipped", 1, 1): ("a gradient was not finite; the step was skipped", "gradients are finite"),
+    ("statistics", "lost", 1, LASTING): (LOST, "statistics are back"),
+    ("scale", "changed_scale", 0.03, 1): (
+        "the variance of {changed_inputs:.0%} of its inputs {change} the running one",
+        "the running variances fit its inputs again",
+    ),
+    ("dead", "newly_dead", 0.1, LASTING): (
+        "dead inputs rose from {lowest_dead:.0%} to {dead_inputs:.0%}",
+        "dead inputs fell to {dead_inputs:.0%}",
+    ),
+    ("guards", "guarded_units", 0.85, 3): (HELD, FREE),  # healthy runs reach 0.65
+    ("guards", "log10_largest_step", math.log10(3), 3): (FAR, FREE),  # 30 times the default trust radius
+    ("guards", "guarded_units", 0.5, 50): (f"{HELD} (for 50 steps)", FREE),  # healthy ones hold few units after step 20
+}
+OF_NETWORK = "nonfinite", "guards"  # the other kinds are of layers, where two inputs at least must signal
 
 
 class Event(NamedTuple):
@@ -64,8 +76,10 @@ class Event(NamedTuple):
         return f"step {self.step}, layer {self.layer}: {self.what}"
 
 
-_Record = tuple[int, list[str], Tensor]  # step, layers, table of [layer, column]
-_Signal = tuple[float, str, str]  # of a layer, 1 where there is trouble; what to say at the start and at the end
+_Key = tuple[str, str, float, int]  # of ALARMS
+_Row = dict[str, float]  # columns of a layer or of the network, and what events need besides
+_Record = tuple[int, list[str], Tensor, Tensor]  # step, layers, table [layer, column], number of steps skipped so far
+EMPTY: tuple[list[str], Tensor] = [], torch.empty(0)  # layers and table of a step that was skipped
 
 
 class CurvatureMonitor:
@@ -89,11 +103,12 @@ class CurvatureMonitor:
             raise ValueError(f"CurvatureMonitor: threshold must be above 1; got {threshold}.")
         self._optimizer, self._bits = optimizer, float(torch.tensor(threshold).log2())
         self._records: deque[_Record] = deque(maxlen=history)
-        self._newest: _Record | None = None
+        self._newest = EMPTY  # layers and table of the last step that was not skipped
+        self._names: list[str] = []  # of the elements of a row
         self._rows: dict[str, Tensor] = {}
+        self._sizes: dict[str, dict[str, int]] = {}
         self._memory: dict[str, _Memory] = {}
-        self._sizes: dict[str, tuple[int, int]] = {}
-        self._watch = _Watch(self._sizes, int(optimizer._nonfinite))
+        self._watch = _Watch(int(optimizer._nonfinite))
         self._step = 0
         optimizer._monitors.append(self)
 
@@ -106,23 +121,27 @@ class CurvatureMonitor:
         memory = self._memory.get(path)
         if memory is None or memory.run.shape != state["vx"].shape or memory.run.device != state["vx"].device:
             memory = self._memory[path] = _Memory(layer.inputs, state["vx"])
-        self._sizes[path] = layer.inputs, block.units
+        self._sizes[path] = {"inputs": layer.inputs, "units": block.units}
         raised, held, largest = layer.last.nan_to_num(0.0).unbind()
-        work = [raised / layer.inputs, held / block.units, largest.clamp(1e-6, 1e6).log10()]
-        inputs = memory.look(layer, state, self._bits, block.group["decay"])
-        self._rows[path] = torch.stack([value.float() for value in (*inputs[:5], *work, *inputs[5:])])
+        row = memory.look(layer, state, self._bits, block.group["decay"])
+        row["guarded_inputs"], row["guarded_units"] = raised / layer.inputs, held / block.units
+        row["log10_largest_step"] = largest.clamp(1e-6, 1e6).log10()
+        self._names, self._rows[path] = [*row], torch.stack([value.float() for value in row.values()])
 
     @_disable_dynamo
     def end_step(self) -> None:
         """Called by the optimizer at the end of a step, also of one that was skipped."""
         self._step += 1
-        if self._rows:
-            device = next(iter(self._rows.values())).device
-            table = torch.stack([row.to(device) for row in self._rows.values()])
-            skipped = self._optimizer._nonfinite.to(table).expand(len(table), 1)
-            self._newest = self._step, list(self._rows), torch.cat([table, skipped], 1)
-            self._records.append(self._newest)
+        skipped, rows = self._optimizer._nonfinite.clone(), self._rows.values()
+        if rows:
+            self._newest = [*self._rows], torch.stack([row.to(skipped.device) for row in rows])
+        self._records.append((self._step, *(self._newest if rows else EMPTY), skipped))
         self._rows = {}
+
+    def _read(self, layers: list[str], table: Tensor) -> dict[str, _Row]:
+        """The rows of a step with names, from the device."""
+        pairs = zip(layers, table.tolist(), strict=True)
+        return {layer: {**self._sizes[layer], **dict(zip(self._names, row, strict=True))} for layer, row in pairs}
 
     def scalars(self) -> dict[str, float]:
         """The newest numbers, flat: "layer/column" for each layer, "all/column" for the network.
@@ -130,24 +149,18 @@ class CurvatureMonitor:
         A share of the network is one of all its inputs or units; of the other columns, the network has the value of
         the layer where its magnitude is largest (`log10_largest_step`: where it is largest).
         """
-        if self._newest is None:
-            return {}
-        _, layers, table = self._newest
-        rows = {layer: dict(zip(COLUMNS, row, strict=False)) for layer, row in zip(layers, table.tolist(), strict=True)}
-        each = {f"{layer}/{column}": value for layer, row in rows.items() for column, value in row.items()}
-        return each | {f"all/{column}": self._watch.overall(rows, column) for column in COLUMNS}
+        rows = self._read(*self._newest)
+        if rows:
+            rows["all"] = overall([*rows.values()])
+        return {f"{layer}/{column}": row[column] for layer, row in rows.items() for column in COLUMNS}
 
     def events(self) -> list[Event]:
         """What has happened since the last call, in order."""
         found: list[Event] = []
-        if self._records:
-            device = self._records[-1][2].device
-            values = iter(torch.cat([table.to(device) for _, _, table in self._records]).tolist())
-            for step, layers, _ in self._records:
-                rows = {layer: dict(zip(COLUMNS + _HIDDEN, next(values), strict=True)) for layer in layers}
-                found += self._watch.events(step, rows)
+        for step, layers, table, skipped in self._records:
+            found += self._watch.events(step, self._read(layers, table), int(skipped))
         self._records.clear()
-        return found + self._watch.skips(self._step, int(self._optimizer._nonfinite), passed=False)
+        return found
 
 
 class _Memory:
@@ -157,9 +170,10 @@ class _Memory:
         self.run = like.new_zeros(inputs)  # steps in a row with the variance off; negative where it is too small
         self.quiet = like.new_zeros(inputs)  # rows of zeros in a row
         self.rows = like.new_zeros(())
+        self.lowest = like.new_ones(())  # share of dead inputs so far, from DEAD_ROWS rows on
 
-    def look(self, layer: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> list[Tensor]:
-        """The columns that are about inputs, then the hidden ones."""
+    def look(self, layer: LayerStatistics, state: dict[str, Any], bits: float, decay: float) -> dict[str, Tensor]:
+        """What this step says of the layer's inputs; remembers what later steps need."""
         sums = layer.sums()
         mean, var = batch_moments(sums, layer.centre)
         finite = usable(sums)
@@ -172,11 +186,20 @@ class _Memory:
         self.quiet = torch.where(finite & ~zero, 0.0, self.quiet + seen)
         self.rows = self.rows + seen
         lasting = self.run.abs() >= LASTING
-        shares = [lasting.float().mean(), (self.quiet >= DEAD_ROWS).float().mean()]
-        changed_by = torch.where(lasting, log2, 0.0).sum() / lasting.sum().clamp(min=1)
-        settled = state["mass"] >= min(1 - decay**SETTLED, 0.999)
-        quantiles = [quantile(log2, 0.5), quantile(log2.abs(), 0.9), quantile(shift, 0.9)]
-        return [*quantiles, *shares, changed_by, settled, self.rows >= DEAD_ROWS, ~finite]
+        changed, dead = lasting.float().mean(), (self.quiet >= DEAD_ROWS).float().mean()
+        self.lowest = torch.where(self.rows < DEAD_ROWS, self.lowest, self.lowest.minimum(dead))
+        return {
+            "log2_variance": quantile(log2, 0.5),
+            "log2_variance_q90": quantile(log2.abs(), 0.9),
+            "mean_shift_q90": quantile(shift, 0.9),
+            "changed_inputs": changed,
+            "changed_scale": changed * (state["mass"] >= min(1 - decay**SETTLED, 0.999)),
+            "changed_by": torch.where(lasting, log2, 0.0).sum() / lasting.sum().clamp(min=1),
+            "dead_inputs": dead,
+            "lowest_dead": self.lowest,
+            "newly_dead": dead - self.lowest,
+            "lost": ~finite,
+        }
 
 
 def changes(mean: Tensor, var: Tensor, rows: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -206,99 +229,61 @@ def quantile(values: Tensor, q: float) -> Tensor:
     return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)
 
 
-@dataclass
-class _Alarm:
-    """On after `on_after` signals of at least 1 in a row, off after QUIET below a half."""
-
-    on_after: int
-    on: bool = False
-    run: int = 0
-
-    def turned(self, signal: float) -> bool:
-        """Whether this signal turns the alarm on or off."""
-        self.run = self.run + 1 if (signal < 0.5 if self.on else signal >= 1) else 0
-        if self.run < (QUIET if self.on else self.on_after):
-            return False
-        self.on, self.run = not self.on, 0
-        return True
+def overall(rows: list[_Row]) -> _Row:
+    """The network's value of each column; none without layers."""
+    found: _Row = {}
+    for column, how in COLUMNS.items() if rows else ():
+        if isinstance(how, str):
+            found[column] = sum(row[how] * row[column] for row in rows) / max(1, sum(row[how] for row in rows))
+        else:
+            found[column] = max((row[column] for row in rows), key=how)
+    return found
 
 
 class _Watch:
     """Turns each step's numbers into events."""
 
-    def __init__(self, sizes: dict[str, tuple[int, int]], skipped: int) -> None:
-        self.sizes, self.skipped = sizes, skipped
-        self.alarms: dict[tuple[str, str], _Alarm] = {}
+    def __init__(self, skipped: int) -> None:
+        self.skipped = skipped
+        self.on: set[tuple[_Key, str]] = set()  # alarms that are on, with their layer
+        self.runs: dict[tuple[_Key, str], int] = {}  # for how many steps in a row an alarm has had reason to turn
         self.told: dict[str, int] = {}  # step of the newest start of a kind
         self.open: set[str] = set()  # kinds whose end has not been told
-        self.lowest: dict[str, float] = {}  # share of dead inputs
 
-    def overall(self, rows: dict[str, dict[str, float]], column: str) -> float:
-        """The network's value of a column."""
-        if column in _LARGEST:
-            size = float if column == "log10_largest_step" else abs
-            return max((row[column] for row in rows.values()), key=size)
-        weights = {layer: self.sizes[layer][column == _PER_UNIT] for layer in rows}
-        return sum(weights[layer] * row[column] for layer, row in rows.items()) / max(1, sum(weights.values()))
+    def events(self, step: int, rows: dict[str, _Row], skipped: int) -> list[Event]:
+        """The events of one step; it has no rows if it was skipped."""
+        network = {"skipped": float(skipped > self.skipped), **overall(list(rows.values()))}
+        self.skipped = skipped
+        found = [self._event(step, key, {"all": network} if key[0] in OF_NETWORK else rows) for key in ALARMS]
+        return [event for event in found if event is not None]
 
-    def events(self, step: int, rows: dict[str, dict[str, float]]) -> list[Event]:
-        """The events of one step."""
-        found = self.skips(step, int(max(row["skipped"] for row in rows.values())))
-        found += self._layers(step, "statistics", {n: (row["lost"], *LOST) for n, row in rows.items()}, LASTING)
-        found += self._layers(step, "scale", {n: self._scale(n, row) for n, row in rows.items()}, 1)
-        dead = {n: self._dead(n, row) for n, row in rows.items() if row["judged"]}
-        return found + self._layers(step, "dead", dead, LASTING) + self._guards(step, rows)
-
-    def skips(self, step: int, count: int, passed: bool = True) -> list[Event]:
-        """Steps whose gradient was not finite, and, if a step has `passed`, the end of a series of them."""
-        new, self.skipped = count - self.skipped, count
-        if not (new > 0 or passed):
-            return []
-        signal = {"all": (float(new > 0), "a gradient was not finite; the step was skipped", "gradients are finite")}
-        return self._layers(step, "nonfinite", signal, 1)
-
-    def _scale(self, layer: str, row: dict[str, float]) -> _Signal:
-        share, by = row["changed_inputs"], row["changed_by"]
-        to = f"grew to {2**by:.3g} times" if by > 0 else f"shrank to 1/{2**-by:.3g} of"
-        what = f"the variance of {share:.0%} of its inputs {to} the running one"
-        signal = row["settled"] * share / self._least(layer, CHANGED_SHARE)
-        return signal, what, "the running variances fit its inputs again"
-
-    def _dead(self, layer: str, row: dict[str, float]) -> _Signal:
-        dead, lowest = row["dead_inputs"], self.lowest.setdefault(layer, row["dead_inputs"])
-        alarm = self.alarms.get(("dead", layer))
-        if alarm is None or not alarm.on:
-            self.lowest[layer] = lowest = min(lowest, dead)
-        what = f"dead inputs rose from {lowest:.0%} to {dead:.0%}"
-        return (dead - lowest) / self._least(layer, DEAD_SHARE), what, f"dead inputs fell to {dead:.0%}"
-
-    def _least(self, layer: str, share: float) -> float:
-        """This share of a layer's inputs, and at least two of them."""
-        return max(share, min(1.0, 2 / max(1, self.sizes[layer][0])))
-
-    def _guards(self, step: int, rows: dict[str, dict[str, float]]) -> list[Event]:
-        share, largest = (self.overall(rows, column) for column in (_PER_UNIT, "log10_largest_step"))
-        what = f"the trust radius holds back {share:.0%} of all units and so acts as the stepsize; lr may be too large"
-        if share < HELD_SHARE and 10**largest >= LARGEST_STEP:
-            what = f"a unit asks for steps of {10**largest:.2g} times its own length; {share:.0%} of all are held back"
-        signals = max(share / HELD_SHARE, 10**largest / LARGEST_STEP), share / LONG_SHARE
-        found = self._layers(step, "guards", {"all": (signals[0], what, FREE)}, HELD_STEPS)
-        for event in self._layers(step, "guards for long", {"all": (signals[1], what, FREE)}, LONG_STEPS):
-            found.append(event._replace(kind="guards", what=f"{event.what} (for {LONG_STEPS} steps)"))
-        return found
-
-    def _layers(self, step: int, kind: str, now: dict[str, _Signal], on_after: int) -> list[Event]:
-        """At most one event of a kind: the layer with the strongest signal speaks for all whose alarm goes on."""
-        alarms = {layer: self.alarms.setdefault((kind, layer), _Alarm(on_after)) for layer in now}
-        turned = [layer for layer, (signal, _, _) in now.items() if alarms[layer].turned(signal)]
-        on = [layer for layer in turned if alarms[layer].on]
-        if on and step > self.told.get(kind, -QUIET) + QUIET:
-            layer = max(on, key=lambda name: (now[name][0], name))
+    def _event(self, step: int, key: _Key, rows: dict[str, _Row]) -> Event | None:
+        """The layer with the strongest signal speaks for all whose alarm goes on."""
+        (kind, column, threshold, after), texts, turned = key, ALARMS[key], dict[str, float]()
+        for name, row in rows.items():
+            if column not in row:  # of a step without layers
+                continue
+            alarm, two_inputs = (key, name), 2 / max(1.0, row.get("inputs", math.inf))
+            signal, on = row[column] / max(threshold, min(1.0, two_inputs)), alarm in self.on
+            self.runs[alarm] = self.runs.get(alarm, 0) + 1 if (signal < 0.5 if on else signal >= 1) else 0
+            if self.runs[alarm] >= (QUIET if on else after):
+                self.on, self.runs[alarm], turned[name] = self.on ^ {alarm}, 0, signal
+        started = [name for name in turned if (key, name) in self.on]
+        if started and step > self.told.get(kind, -QUIET) + QUIET:
+            name = max(started, key=lambda name: (turned[name], name))
             self.told[kind] = step
             self.open.add(kind)
-            more = f" (and {len(on) - 1} more layers)" if len(on) > 1 else ""
-            return [Event(step, layer, now[layer][1] + more, kind)]
-        if turned and kind in self.open and not any(a.on for (k, _), a in self.alarms.items() if k == kind):
+            more = f" (and {len(started) - 1} more layers)" if len(started) > 1 else ""
+            return Event(step, name, say(texts[0], rows[name]) + more, kind)
+        if turned and kind in self.open and not any(other[0] == kind for other, _ in self.on):
             self.open.remove(kind)
-            return [Event(step, turned[-1], now[turned[-1]][2], kind, over=True)]
-        return []
+            name = [*turned][-1]
+            return Event(step, name, say(texts[1], rows[name]), kind, over=True)
+        return None
+
+
+def say(text: str, row: _Row) -> str:
+    """The text with the values of a row."""
+    by, largest = row.get("changed_by", 0.0), 10 ** row.get("log10_largest_step", 0.0)
+    change = f"grew to {2**by:.3g} times" if by > 0 else f"shrank to 1/{2**-by:.3g} of"
+    return text.format(**row, change=change, largest_step=largest)

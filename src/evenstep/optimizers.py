@@ -16,7 +16,7 @@ from .rules.rule import Rule
 from .rules.unit import UnitRule
 from .step.block import Group
 from .step.plan import Plan
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks can be grouped by it
 

@@ -8,7 +8,7 @@ import pytest
 from cases import OPTIMIZERS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-COLUMNS = ["evenstep", "whitened", "canonical", "fan-in", "unit", "whitened-sgd", "whitened-adamw", "whitened-muon"]
+COLUMNS = ["unitstep", "whitened", "canonical", "fan-in", "unit", "whitened-sgd", "whitened-adamw", "whitened-muon"]
 
 
 def pytest_collection_modifyitems(items):

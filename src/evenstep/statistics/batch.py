@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import foreach
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
-from ..model.layer_kinds import Look
+from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
 

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..math.moments import sum_about
-from ..model.layer_kinds import BY_SHAPE, first_input, rows_of
+from ..model.layer_kind import first_input, rows_of
+from ..model.layers import BY_SHAPE
 from ..model.survey import Entry
 from ..parallel import dtensor as shards
 from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
@@ -176,7 +177,7 @@ class ModelStatistics:
         self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), entries
         self.layers: dict[str, LayerStatistics] = {}
         for entry, limit in zip(entries, limits, strict=True):
-            groups, units, inputs, _ = entry.shape
+            groups, units, inputs, _ = entry.layout.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
             self.layers[entry.name] = LayerStatistics(
                 groups * inputs if needs >= Statistics.INPUTS else 0,
