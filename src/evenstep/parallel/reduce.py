@@ -53,30 +53,15 @@ class Part(NamedTuple):
     mass: Tensor | None
     reduction: str
 
-    def read(self) -> list[Tensor]:
-        """What a rank adds to the others': counts, sums about the centre, squared gradients.
-
-        With a mean loss a rank's gradients are divided by its own number of examples, so that number is taken out.
-        """
+    def tensors(self) -> list[Tensor]:
+        """What ranks add up, where the layer keeps it: counts, sums about the centre, squared gradients."""
         layer = self.layer
-        sums = [] if self.mass is None else [layer.slots.sum(0)]
-        examples2 = layer.examples**2 if self.reduction == "mean" else 1
-        return [layer.tally, *sums, *([layer.g2 * examples2] if layer.units else [])]
+        sums = [] if self.mass is None else [layer.in_one_slot()]
+        return [layer.tally, *sums, *([layer.g2] if layer.units else [])]
 
-    def write(self, totals: Sequence[Tensor]) -> None:
-        """Replace the rank's own by what all ranks have added up; what `read` took out is put back."""
-        layer = self.layer
-        layer.tally.copy_(totals[0])
-        if self.mass is not None:
-            self.write_sums(totals[1])
-        if layer.units:
-            examples2 = layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
-            layer.g2.copy_(totals[-1] / examples2)
-
-    def write_sums(self, sums: Tensor) -> None:
-        """Sums go to the first slot, the others are empty then."""
-        self.layer.slots.zero_()
-        self.layer.slots[0].copy_(sums)
+    def examples2(self) -> Tensor | int:
+        """With a mean loss a rank's gradients are divided by its own number of examples: the square of that."""
+        return self.layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
 
 
 class Pool:
@@ -92,15 +77,18 @@ class Pool:
 
     def reduce(self, ranks: Any, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool) -> Agreed:
         """Add up statistics over ranks, in place, and find whether `grads` are finite."""
-        device = next((t.device for t in [*(part.layer.tally for part in parts), *grads]), torch.device("cpu"))
-        self._compare(ranks, sum(v.numel() for part in parts for v in part.read()), device)
+        tensors = [t for part in parts for t in part.tensors()]
+        device = next((t.device for t in [*tensors, *grads]), torch.device("cpu"))
+        self._compare(ranks, sum(t.numel() for t in tensors), device)
         self._agree(ranks, [part for part in parts if part.mass is not None and part.layer not in self.settled])
+        for part in parts:
+            part.layer.g2.mul_(part.examples2())
         # one reduction for sums and flags: no rank may skip a step alone
         flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
-        (wrong, working), *totals = summed(ranks, [flags, *(v for part in parts for v in part.read())])
+        add_up(ranks, [flags, *tensors])
         for part in parts:
-            part.write([totals.pop(0) for _ in part.read()])
-        return Agreed(wrong == 0, working)
+            part.layer.g2.div_(part.examples2())
+        return Agreed(flags[0] == 0, flags[1])
 
     def _compare(self, ranks: Any, size: int, device: torch.device) -> None:
         """Check once that all ranks add up the same layers: others would wait for each other, or add nonsense."""
@@ -123,11 +111,12 @@ class Pool:
         layers = [part.layer for part in waiting]
         known = [~layer.centre.isnan() for layer in layers]
         own = [torch.where(k, layer.centre, 0) for k, layer in zip(known, layers, strict=True)]
-        totals = summed(ranks, [*own, *(k.to(c.dtype) for k, c in zip(known, own, strict=True))])
-        for part, mine, total, count in zip(waiting, known, totals, totals[len(layers) :], strict=False):
-            layer, common = part.layer, total / count  # NaN where no rank saw a row
-            moved = recentre(Sums(layer.rows, *layer.slots.sum(0)), torch.where(mine, common - layer.centre, 0))
-            part.write_sums(torch.stack([moved.first, moved.second]))
+        counts = [k.to(c.dtype) for k, c in zip(known, own, strict=True)]
+        add_up(ranks, [*own, *counts])
+        for layer, mine, total, count in zip(layers, known, own, counts, strict=True):
+            sums, common = layer.in_one_slot(), total / count  # NaN where no rank saw a row
+            moved = recentre(Sums(layer.rows, *sums), torch.where(mine, common - layer.centre, 0))
+            sums.copy_(torch.stack([moved.first, moved.second]))
             layer.centre.copy_(common)
         if not (layers[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
             # reads the device, but never again for a layer that is settled
@@ -145,14 +134,13 @@ def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
     return {id(p) for p, number in zip(params, found.tolist(), strict=True) if number}
 
 
-def summed(ranks: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor summed over ranks, by one flat reduction (one per device and dtype, where there are several)."""
-    found, kinds = list(tensors), dict[Any, list[int]]()
-    for k, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(k)
+def add_up(ranks: Any, tensors: Sequence[Tensor]) -> None:
+    """Sum each tensor over ranks, in place, by one flat reduction (one per device and dtype, if there are several)."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for some in kinds.values():
-        flat = torch.cat([tensors[k].flatten() for k in some])
+        flat = torch.cat([tensor.flatten() for tensor in some])
         dist.all_reduce(flat, group=ranks)
-        for k, part in zip(some, torch.split_with_sizes(flat, [tensors[k].numel() for k in some]), strict=True):
-            found[k] = part.view(tensors[k].shape)
-    return found
+        for tensor, total in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(total.view_as(tensor))
