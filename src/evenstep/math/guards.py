@@ -4,6 +4,9 @@ A guard that does not fire leaves its values unchanged, bit for bit. Guards are 
 count how often they fire.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +61,11 @@ def squared_length(weight: Tensor, bias: Tensor | None, mu: Tensor | None, sprea
     levels = [] if mu is None else [mean_response(weight, mu)]
     levels += [] if bias is None else [bias]
     return length2 + torch.square(sum(levels[1:], levels[0])) if levels else length2
+
+
+def bounds_steps(settings: Mapping[str, Any]) -> bool:
+    """Whether some guard of these settings bounds the steps of units."""
+    return settings.get("trust") is not None
 
 
 def trust_factor(

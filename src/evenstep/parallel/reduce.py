@@ -31,8 +31,8 @@ def lasting(group: Any) -> Any:
 
 
 def ranks_of(group: Any) -> Any:
-    """The group to reduce over in this step; None if this process trains alone."""
-    if group is False or not (dist.is_available() and dist.is_initialized()):
+    """The group to reduce over in this step, where torch.distributed runs; None if this process trains alone."""
+    if group is False:
         return None
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]

@@ -33,9 +33,7 @@ class OrthogonalRule(Rule):
     steps: int = 4
     least: float = 0.1
 
-    linear = False
     own_rate = True
-    fused = None
 
     def joint(self, block: Any) -> bool:
         """A layer is one matrix."""
@@ -72,7 +70,7 @@ class OrthogonalRule(Rule):
     def _ahead(self, step: RuleStep, grads: list[Tensor], ok: Tensor | None) -> list[Tensor]:
         """Nesterov's direction, (1 − m) g + m M with the mean M ← m M + (1 − m) g."""
         momentum = step.group["momentum"]
-        buffers = [dtensor.local(step.state[block.weight]["momentum_buffer"]) for block in step.blocks]
+        buffers = step.live("momentum_buffer")
         grads = [g.to(buffer.dtype) for g, buffer in zip(grads, buffers, strict=True)]
         means = torch._foreach_lerp(buffers, grads, 1 - momentum)
         put(buffers, means, ok)

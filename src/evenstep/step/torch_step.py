@@ -221,7 +221,7 @@ class TorchStep(RuleStep):
 
         Departs from §4.2, where L2 is a term of the loss: the decay is decoupled, on w.
         """
-        params = [dtensor.local(p).detach() for p in self.parameters]
+        params = [self.blocks[0].local(p).detach() for p in self.parameters]
         columns = zip(*(zip(b.rates(), b.param_groups, strict=True) for b in self.blocks), strict=True)
         for p, (rate, group) in zip(params, (pair for column in columns for pair in column), strict=True):
             if group["weight_decay"]:

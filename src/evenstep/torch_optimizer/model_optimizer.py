@@ -1,5 +1,6 @@
 """What torch.optim expects of an optimizer, except `step()`: groups, copies, checkpoints; and the model with hooks."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from ..coordinates.whitening import Whitening
 from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
 from ..parallel import reduce as distributed
+from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
 from ..statistics.batch import LayerStatistics, recentre
 from ..statistics.hooks import ModelStatistics
@@ -24,6 +26,7 @@ from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
 from .two_optimizers import attached, claim
 
+INSIDE = "evenstep", "torch", "contextlib"  # packages through which a user's call comes here
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
 
@@ -31,7 +34,7 @@ class ModelOptimizer(Optimizer):
     """An optimizer of parameters, and of the model that they belong to, if it is known."""
 
     coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
-    rule: Rule = Rule()
+    rule: Rule = GradientRule()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
     process_group: Any
 
@@ -203,7 +206,12 @@ class ModelOptimizer(Optimizer):
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
-        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
+        about = self._left_out, self.state, self._remark
+        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, *about)
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """What the optimizer itself says of a parameter in `coverage()`: the rule that moves it, if it has several."""
+        return ""
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
@@ -235,7 +243,10 @@ class ModelOptimizer(Optimizer):
         """Tell the user, once."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(f"{self._owner}: {message}", stacklevel=2)
+            frame, level = inspect.currentframe(), 1
+            while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+                frame, level = frame.f_back, level + 1
+            warnings.warn(f"{self._owner}: {message}", stacklevel=level)  # at the user's line
 
     # checkpoints
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler with the library
 
 from .. import foreach
@@ -78,7 +79,8 @@ class CoordinateOptimizer(ModelOptimizer):
                 self._warn("plain_lr", NO_RATIO)
         forwards = self._statistics.forwards
         busy = forwards.saw_rows or not forwards.saw_empty
-        ranks = reduce.ranks_of(self.process_group)
+        alone = not (dist.is_available() and dist.is_initialized())
+        ranks = None if alone else reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
         agreed = None if ranks is None else self._reduced(ranks, plan.blocks, busy)
