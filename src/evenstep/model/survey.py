@@ -128,7 +128,7 @@ def shared_with(users: Users, owner: nn.Module) -> str:
 
 
 def layers_of(model: nn.Module) -> Iterator[Entry]:
-    """An entry for every place of every weight; modules inside a layer, such as an attention's out_proj, belong to it."""
+    """An entry for each place of each weight; modules inside a layer, such as an attention's out_proj, belong to it."""
     batch_dim = int(any(batch_second(module) for module in model.modules()))
     inner: set[nn.Module] = set()
     for path, module in model.named_modules():

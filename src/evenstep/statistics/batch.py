@@ -86,9 +86,12 @@ class LayerStatistics:
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
+    - `settled`: `centre` is known to be the running mean, which all ranks share.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
+
+    settled = False
 
     def __init__(
         self,
@@ -126,11 +129,6 @@ class LayerStatistics:
     def device(self) -> torch.device:
         """The device of its tensors."""
         return self.tally.device
-
-    @property
-    def slot_count(self) -> int:
-        """The number of slots."""
-        return len(self.slots)
 
     @property
     def clock(self) -> Tensor:
