@@ -47,7 +47,7 @@ class OrthogonalRule(Rule):
             "radius": Field("group", nonnegative=True),
         }
 
-    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
+    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
         """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
         if not steps:
             return
