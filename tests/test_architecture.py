@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import evenstep
 from evenstep import options
@@ -88,6 +89,25 @@ def test_math_is_pure(path):
 def test_hooks_are_registered_in_one_file():
     users = {p for p in LIBRARY if "register_forward" in p.read_text() or ".register_hook" in p.read_text()}
     assert users == {ROOT / "statistics" / "hooks.py"}
+
+
+def test_a_step_enters_few_modules():
+    """The torch text, warmed up; `math` and `options` apart."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+    optimizer, files = evenstep.UnitStep(model), set()
+
+    def note(frame, event, arg):
+        files.add(Path(frame.f_code.co_filename))
+
+    for warm in (False, False, False, True):
+        optimizer.zero_grad()
+        model(torch.randn(6, 3, 4, 4)).square().mean().backward()
+        sys.setprofile(note if warm else None)
+        optimizer.step()
+        sys.setprofile(None)
+    paths = {file.relative_to(ROOT) for file in files if file.is_relative_to(ROOT)}
+    entered = {str(path) for path in paths if path.parts[0] not in ("math", "options.py")}
+    assert 5 < len(entered) <= 11, entered
 
 
 def test_one_file_draws():

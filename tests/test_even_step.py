@@ -13,7 +13,7 @@ from cases import LAYERS
 from evenstep import EvenStep, UnitStep
 from evenstep.math import polar
 from evenstep.math.stepsize import LONG
-from helpers import UNGUARDED, Forward, assert_follows, descend, fit, randn
+from helpers import UNGUARDED, Forward, assert_follows, coverage_of, descend, fit, randn
 from rules import GUARDS, SETTINGS, RuleOnV, deep_network, drifting
 
 
@@ -247,6 +247,26 @@ def test_the_head_is_the_layer_called_last_and_kept_in_checkpoints():
     assert uses_adam(other, twin[0].out.weight) and not uses_adam(other, twin[0].hidden.weight)
 
 
+def test_coverage_says_what_adamw_moves_and_which_layer_is_the_head():
+    def forward(self, x):
+        x = self.norm(self.hidden(self.embed(x)))
+        return self.out(x * self.gate(x))
+
+    layers = {"out": nn.Linear(8, 9), "embed": nn.Embedding(9, 8), "norm": nn.LayerNorm(8)}
+    model = Forward(forward, **layers, hidden=nn.Linear(8, 8), gate=nn.Linear(8, 1))
+    optimizer = EvenStep(model)
+    assert coverage_of(optimizer)["gate.weight"][1] == "moved by AdamW: the head, unless another layer is called last"
+    descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
+    rows = coverage_of(optimizer)
+    assert rows["out.weight"] == rows["out.bias"] == ("whitened", "moved by AdamW: the head")
+    assert rows["gate.weight"] == ("whitened", "moved by AdamW: one unit or input per group")
+    assert rows["hidden.weight"] == ("whitened", "")
+    for name, kind in (("embed.weight", "Embedding"), ("norm.bias", "LayerNorm")):
+        assert rows[name] == ("plain", f"moved by AdamW; no whitened form for {kind}")
+    moved_by_adamw = {name for name, (_, reason) in rows.items() if "AdamW" in reason}
+    assert moved_by_adamw == {name for name, p in model.named_parameters() if "exp_avg" in optimizer.state[p]}
+
+
 @pytest.mark.parametrize(("head", "adams"), [(None, set()), ("hidden*", {"hidden"}), ("*", {"hidden", "out"})])
 def test_a_head_can_be_named(head, adams):
     model = named()
@@ -260,6 +280,7 @@ def test_a_weight_shared_with_an_embedding_is_the_head():
     layers["out"].weight = layers["embed"].weight
     model = Forward(lambda self, x: self.out(torch.tanh(self.hidden(self.embed(x)))), **layers)
     optimizer = EvenStep(model)
+    assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared with")
     descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
     assert uses_adam(optimizer, model.embed.weight) and not uses_adam(optimizer, model.hidden.weight)
 

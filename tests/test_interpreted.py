@@ -35,7 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from evenstep.kernels.input_sums import TALL
-from evenstep.step import spec
+from evenstep.step.triton import table_spec as spec
 from evenstep.step.triton.host import LAUNCH, kernels
 from evenstep.kernels import triton_input_sums
 

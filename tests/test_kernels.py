@@ -14,7 +14,7 @@ from evenstep.coordinates.whitening import Whitening
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.batch import LayerStatistics
-from evenstep.step.triton import host
+from evenstep.step.triton import host, tables
 from helpers import (
     CPU_AND_GPU,
     GPU,
@@ -82,7 +82,7 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
     ],
 )
 def test_long_rows_outside_layers_are_cut_into_equal_pieces(outside, units, columns, expected):
-    assert host.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
+    assert tables.pieces(SimpleNamespace(entry=None if outside else 1), units, columns) == expected
 
 
 class HalfWhitening(Whitening):

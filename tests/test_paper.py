@@ -19,7 +19,6 @@ import evenstep
 import oracle
 from cases import LAYERS
 from evenstep.math import change_of_variables as coordinates
-from evenstep.math import constants
 from helpers import PAPER, UNGUARDED, assert_follows, moved_by, randn
 from rules import deep_network, drifting
 
@@ -113,7 +112,7 @@ def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not(
 
 def update(x, g, mu, alpha2, beta2):
     """δw and δw_0 of eq. 3 for a batch, x [B, n] and g [B, m]."""
-    c = constants.Constants(mu.unsqueeze(0), alpha2.unsqueeze(0), beta2.unsqueeze(0))
+    c = coordinates.Scales(mu.unsqueeze(0), alpha2.sqrt().unsqueeze(0), beta=beta2.sqrt().unsqueeze(0))
     weight, bias = (g.T @ x / len(x))[None, :, :, None], g.mean(0).unsqueeze(0)
     dw, db = coordinates.step_to_w(*coordinates.gradient_to_v(weight, bias, c), c)
     return dw[0, :, :, 0], db[0]

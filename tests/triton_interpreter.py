@@ -16,7 +16,7 @@ from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layer_kind import Look
 from evenstep.statistics.batch import LayerStatistics
-from evenstep.step.triton import host
+from evenstep.step.triton import host, tables
 
 
 def with_bools(name, place):
@@ -72,7 +72,7 @@ def steps(name):
         torch.manual_seed(3)
         agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison)
     host.LAUNCH["measure"] = 1, 16  # so that several programs share the embedding
-    host.LONG, host.PIECE, host.LEAST = 100, 24, 8
+    tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
     for misaligned in (False, True):
         net = helpers.Net(wide=True, rows=40, long=19 * 24)
         agree(name, net, "cpu", 1e-3, steps=2, misaligned=misaligned)

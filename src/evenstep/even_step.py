@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from . import options
-from .coordinates.coordinates import Coordinates
+from .coordinates.coordinates import Coordinates, Statistics
 from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
 from .options import explained
-from .rules.base_rule import BaseRule
 from .rules.orthogonal import OrthogonalRule
+from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
 from .step.plan import Plan
@@ -67,7 +67,7 @@ class EvenStep(CoordinateOptimizer):
         process_group: Any = None,
     ) -> None:
         defaults = options.for_groups(locals())
-        adamw = BaseRule(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
+        adamw = TorchClass(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
         self._rest = TorchRule(adamw, adamw, own_options=True)
         super().__init__(params, defaults, model, process_group)
 
@@ -82,6 +82,19 @@ class EvenStep(CoordinateOptimizer):
             return self._kept(Coordinates, self.rule), self.rule, False
         settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
         return self._kept(self.coordinates, self.rule, **settings), self.rule, False
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """Which parameters AdamW moves, and why those of layers."""
+        if block.rule is self.rule:
+            return "its input is not seen" if block.coordinates.needs is Statistics.NOTHING else ""
+        why, entry = "", block.entry
+        if entry is not None and not block.alone:
+            known = self._statistics.forwards.last is not None or self.state or block.group["head"] != "auto"
+            head = ": the head" if known else ": the head, unless another layer is called last"
+            why = head if self._is_head(block.group, entry) else ": one unit or input per group"
+        elif self._left_out.get(id(p), "").startswith("shared with"):
+            why = ": the head"
+        return f"moved by AdamW{why}"
 
     def _is_head(self, group: Group, entry: Entry) -> bool:
         if group["head"] == "auto":

@@ -12,8 +12,9 @@ from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.base_rule import BaseRule
+from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
+from .step.block import Block
 from .step.plan import Plan
 from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
@@ -35,6 +36,7 @@ class Whitened(CoordinateOptimizer):
     """
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
+    rule: TorchRule
     _reads_device = True
     _copied = ("_base", "_plain", "rule")
 
@@ -68,9 +70,9 @@ class Whitened(CoordinateOptimizer):
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
         base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
-        self._base = BaseRule(owner, base, base_kwargs)
+        self._base = TorchClass(owner, base, base_kwargs)
         plain = torch.optim.AdamW if plain is None and muon else plain
-        self._plain = self._base if plain is None else BaseRule(owner, plain, {})
+        self._plain = self._base if plain is None else TorchClass(owner, plain, {})
         self.rule = TorchRule(self._base, self._plain)
         theirs = self._base.instance.defaults
         ours["lr"] = theirs["lr"] if lr is None else lr
@@ -86,6 +88,12 @@ class Whitened(CoordinateOptimizer):
         super().__setstate__(state)
         for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
             rule.mend(self.state, self.param_groups)
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """Which parameters the second rule moves, if there is one."""
+        rules = self.rule.rules_of(block)
+        moved_by = {id(p): rule for p, rule in zip(block.parameters, rules, strict=False)}.get(id(p), rules[0])
+        return "" if moved_by is self._base else f"moved by {moved_by.name}"
 
     def _writer(self) -> str:
         return f"{super()._writer()}({self._base.name})"

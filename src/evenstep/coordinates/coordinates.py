@@ -4,7 +4,7 @@ A step treats many layers at once. What belongs to inputs or units is packed int
 what belongs to a layer is a tensor with one number per layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -72,6 +72,8 @@ class Coordinates:
     needs: Statistics = Statistics.NOTHING
     state: ClassVar[Schema] = {}
     beta_per_output: bool = False  # otherwise β is one number per layer
+    # flags of the kernel that finds them; a class without `fused` of its own is left to torch operations
+    fused: Sequence[str] = ()
 
     def __init__(self, *, linear: bool = True) -> None:
         """`linear` is whether the rule is. One that normalizes gets β = 1: (n·S)^(−1/4) was measured, and lost."""

@@ -1,6 +1,6 @@
 """Fan-in coordinates (§3.5)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,6 +15,7 @@ class FanIn(Coordinates):
 
     name = "fan-in"
     needs = Statistics.COUNTS
+    fused: Sequence[str] = ()
     state: ClassVar[Schema] = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:

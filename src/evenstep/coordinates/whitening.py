@@ -1,15 +1,15 @@
 """Whitened coordinates (§4, eq. 12)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..math import guards
 from ..math.change_of_variables import Scales
-from ..math.constants import STEADY, geometry_beta2, sharing
-from ..math.frame import running_after, whitened_frame
-from ..math.moments import Running, Sums, gain
+from ..math.constants import STEADY, damped, geometry_beta2, inverse_root, sharing
+from ..math.moments import Running, batch_moments, fold, gain, second_moment_about
 from .coordinates import Batch, Coordinates, Field, Layers, Schema, Statistics
 from .fan_in import FanIn
 
@@ -19,6 +19,7 @@ class Whitening(Coordinates):
 
     name = "whitened"
     needs = Statistics.INPUTS
+    fused: Sequence[str] = ()
     state: ClassVar[Schema] = {
         **FanIn.state,
         "mx": Field("input"),
@@ -27,33 +28,50 @@ class Whitening(Coordinates):
     }
 
     def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
-        """From the moments of earlier batches; this batch's serve the guards."""
-        scales = whitened_frame(
-            *moments(state, batch, layers),
-            damping=layers.group["damping"],
-            fresh_max=layers.group["fresh_max"],
-            steady=0.0 if layers.biased else STEADY,
-            over=layers.inputs,
+        """Whitened coordinates from the moments of *earlier* batches (§2.3); this batch's serve the guards alone.
+
+        μ_i = mx_i,   spread_i = raised_i + damping · mean_i raised_i,   α_i = 1/√spread_i
+
+        The first batch uses its own moments, since there are no others; without any moments, μ = 0 and α = 1.
+        """
+        assert batch.sums is not None and batch.centre is not None
+        over, fresh_max = layers.inputs, layers.group["fresh_max"]
+        mass, usable = over.widen(state["mass"]), over.widen(batch.usable)
+        mean, var = batch_moments(batch.sums, batch.centre)
+        started = mass > 0
+        mx, vx = torch.where(started, state["mx"], mean), torch.where(started, state["vx"], var)
+        if not layers.biased:  # the constant part comes through the inputs' means alone, which may never vary
+            vx = torch.maximum(vx, STEADY * mx * mx)
+        q = torch.where(usable, second_moment_about(batch.sums, batch.centre, mx), vx)
+        q = torch.maximum(q, guards.unproven(mx, mass))
+        raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
+        known = usable | started
+        floored = damped(raised, layers.group["damping"], over)
+        spread = torch.where(known, floored, 1.0)
+        return Scales(
+            torch.where(known, mx, 0.0),
+            inverse_root(spread),
+            spread,
+            torch.where(known, torch.maximum(vx, q) + (floored - raised), 1.0),
+            over.total((fired & known).to(vx.dtype)),
+            geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt() if self.linear else None,
         )
-        if not self.linear:
-            return scales
-        return scales._replace(beta=geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt())
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
-        """The batch joins the running moments."""
-        mx, vx, _ = running_after(*moments(state, batch, layers), decay=layers.group["decay"])
-        _, mass = gain(state["mass"], layers.group["decay"])
-        mass = torch.where(batch.usable, mass, state["mass"])
-        return {"sharing": shared(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}
+        """The batch joins the running moments, unless it is not usable."""
+        assert batch.sums is not None and batch.centre is not None
+        widen, decay = layers.inputs.widen, layers.group["decay"]
+        running, usable = Running(state["mx"], state["vx"], widen(state["mass"])), widen(batch.usable)
+        mx, vx, _ = fold(running, *batch_moments(batch.sums, batch.centre), decay)
+        _, mass = gain(state["mass"], decay)
+        return {
+            "sharing": shared(state, batch, layers),
+            "mx": torch.where(usable, mx, state["mx"]),
+            "vx": torch.where(usable, vx, state["vx"]),
+            "mass": torch.where(batch.usable, mass, state["mass"]),
+        }
 
 
 def shared(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
     """S of each layer."""
     return sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))
-
-
-def moments(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> tuple[Running, Sums, Tensor, Tensor]:
-    """The running moments, the batch's sums, their centre, and whether they are usable, all per input."""
-    assert batch.sums is not None and batch.centre is not None
-    widen = layers.inputs.widen
-    return Running(state["mx"], state["vx"], widen(state["mass"])), batch.sums, batch.centre, widen(batch.usable)

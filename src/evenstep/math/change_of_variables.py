@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .constants import Constants
-
 
 class Scales(NamedTuple):
     """The coordinates of a step: μ, α and spreads per input (None: μ = 0, α = 1), β per unit or layer (None: 1).
@@ -44,7 +42,7 @@ def mean_response(weight: Tensor, mu: Tensor) -> Tensor:
     return (weight * per_input(mu)).sum((-2, -1))
 
 
-def scaled(weight: Tensor, c: Scales | Constants) -> Tensor:
+def scaled(weight: Tensor, c: Scales) -> Tensor:
     """α_i β_j x_ij: a gradient or a step on weights, between w and v."""
     if c.alpha is None:
         return weight if c.beta is None else weight * per_unit(c.beta)
@@ -52,7 +50,7 @@ def scaled(weight: Tensor, c: Scales | Constants) -> Tensor:
     return weight * (scale if c.beta is None else scale * per_unit(c.beta))
 
 
-def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales | Constants) -> tuple[Tensor, Tensor]:
+def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
     """Gradient on v from the gradient on w: α_i β_j (G_ij − μ_i b_j) and β_j b_j.
 
     `bias_grad` is ⟨g_j⟩; where a weight serves several biases, their sum.
@@ -60,37 +58,32 @@ def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales | Constants)
     return weights_to_v(weight_grad, bias_grad, c), bias_grad if c.beta is None else c.beta * bias_grad
 
 
-def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales | Constants) -> Tensor:
-    """The weights' part of `gradient_to_v`; None is the gradient of a layer without bias."""
+def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales) -> Tensor:
+    """The weights' part of `gradient_to_v`; with None that of a layer without (trainable) bias: the implied-b form.
+
+    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
+    a factor of two (docs/guards.md).
+    """
     if bias_grad is None:
-        return gradient_to_v_biasless(weight_grad, c)
+        return project(scaled(weight_grad, c), c)
     if c.mu is not None:
         weight_grad = torch.addcmul(weight_grad, per_input(c.mu), per_unit(bias_grad), value=-1)
     return scaled(weight_grad, c)
 
 
-def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales | Constants) -> tuple[Tensor, Tensor]:
+def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
     """Step on w from a step on v: δw_ij = α_i β_j δv_ij, δw_0j = β_j δv_0j − Σ_i μ_i δw_ij (eq. 3)."""
     step = scaled(weight_step, c)
     bias_step = bias_step if c.beta is None else c.beta * bias_step
     return step, bias_step if c.mu is None else bias_step - mean_response(step, c.mu)
 
 
-def gradient_to_v_biasless(weight_grad: Tensor, c: Scales | Constants) -> Tensor:
-    """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
-
-    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
-    a factor of two (docs/guards.md).
-    """
-    return project(scaled(weight_grad, c), c)
-
-
-def step_to_w_biasless(weight_step: Tensor, c: Scales | Constants) -> Tensor:
+def step_to_w_biasless(weight_step: Tensor, c: Scales) -> Tensor:
     """Step on w of a layer without (trainable) bias: δw_j = β_j α ∘ (δv_j (I − k ûûᵀ))."""
     return scaled(project(weight_step, c), c)
 
 
-def project(weight: Tensor, c: Scales | Constants) -> Tensor:
+def project(weight: Tensor, c: Scales) -> Tensor:
     """The symmetric factor of a layer without bias: x (I − k ûûᵀ), u = α∘μ over inputs and kernel, k = 1 − 1/√(1+‖u‖²).
 
     Without a bias row, the inverse of eq. 4's block is α(I − ûûᵀ‖u‖²/(1+‖u‖²))α; this is its square root between

@@ -4,32 +4,12 @@ Inputs are indexed [group, input], units [group, unit]; a dense layer has one gr
 tensor out, so the same functions serve one layer or, under `torch.func.vmap`, many.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .segments import WHOLE, Whole
 
 STEADY = 1e-6  # least variance of an input over its squared mean, in a layer without bias: what float32 resolves
-
-
-class Constants(NamedTuple):
-    """μ_i and α_i² per input, β_j² per unit (or one for the layer) of the reparametrization, eq. 2."""
-
-    mu: Tensor
-    alpha2: Tensor
-    beta2: Tensor
-
-    @property
-    def alpha(self) -> Tensor:
-        """α."""
-        return self.alpha2.sqrt()
-
-    @property
-    def beta(self) -> Tensor:
-        """β."""
-        return self.beta2.sqrt()
 
 
 def damped(vx: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:

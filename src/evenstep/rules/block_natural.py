@@ -35,9 +35,6 @@ class BlockNaturalRule(Rule):
     block: str = "unit"
     bounded: bool = True
 
-    linear = False
-    fused = None
-
     def state(self, momentum: float) -> Schema:
         """Momentum, and running mean squares."""
         return {**super().state(momentum), **(SQUARES[self.block] if self.bounded else {})}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
-from ..math import guards, stepsize
+from ..math import guards
 from ..math.change_of_variables import Scales
 from ..parallel import dtensor
 
@@ -34,16 +34,16 @@ class Direction(NamedTuple):
 class Fused(NamedTuple):
     """What the kernels must know of a rule to make its directions themselves."""
 
-    nesterov: bool  # whether the momentum looks ahead
-    unit_scale: bool  # whether each unit is divided by the root of its running mean square
+    nesterov: bool = False  # whether the momentum looks ahead
+    unit_scale: bool = False  # whether each unit is divided by the root of its running mean square
 
 
 class Rule:
-    """A rule. This one takes the gradient itself: plain stochastic gradient, with momentum if the groups ask for it."""
+    """A rule: its state, and the direction it makes of gradients on v."""
 
-    linear = True  # linear in the gradient: feels β, and commutes with loss scaling
+    linear = False  # linear in the gradient: feels β, and commutes with loss scaling
     own_rate = False  # whether directions have their stepsize and sign already
-    fused: Fused | None = Fused(nesterov=False, unit_scale=False)
+    fused: Fused | None = None  # None: the kernels leave the direction to torch operations
 
     def joint(self, block: Any) -> bool:
         """Whether it sees a layer as one matrix, biases as columns."""
@@ -64,7 +64,7 @@ class Rule:
 
     def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
         """The direction of the blocks of one step."""
-        return Direction(*heavy_ball(step, step.on_v, ok))
+        raise NotImplementedError
 
 
 class RuleStep:
@@ -81,31 +81,35 @@ class RuleStep:
         self.one = torch.ones((), dtype=dtype, device=self.device)
         self.parameters = [b.weight for b in blocks]
         self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
-        self.shapes = [b.matrix(dtensor.local(b.weight)).shape for b in blocks]
+        self.shapes = [b.matrix(b.local(b.weight)).shape for b in blocks]
+        self.local_shapes = [first.local(p).shape for p in self.parameters]
         # the units of each block on this rank; reductions are over all ranks
         self.units = dtensor.segments([s[:2].numel() for s in self.shapes], first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
-        self.on_v, self.scales, self.alphas = OnV([], None), list[Scales](), list[Tensor | None]()
+        self.on_v, self.scales = OnV([], None), list[Scales]()
+
+    def live(self, name: str) -> list[Tensor]:
+        """A field of each block's weight, as this rank has it."""
+        return [b.local(self.state[b.weight][name]) for b in self.blocks]
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
-        return pack([dtensor.local(self.state[b.weight][name]) for b in self.blocks]).to(self.dtype)
+        return pack(self.live(name)).to(self.dtype)
 
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
-        live = [dtensor.local(self.state[b.weight][name]) for b in self.blocks]
+        live = self.live(name)
         put(live, list(torch.split(value, [t.numel() for t in live])), ok)
 
     def buffers(self, name: str) -> list[Tensor]:
         """A field per parameter of all blocks, as this rank has it: weights, then biases."""
-        return [dtensor.local(self.state[p][name]) for p in self.parameters]
+        return [self.blocks[0].local(self.state[p][name]) for p in self.parameters]
 
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
         biases = [] if on_v.biases is None else [b for row in on_v.biases for b in torch.split(row, self.units.sizes)]
-        shapes = [dtensor.local(p).shape for p in self.parameters[len(found) :]]
-        return found + [bias.view(shape) for bias, shape in zip(biases, shapes, strict=True)]
+        return found + [bias.view(shape) for bias, shape in zip(biases, self.local_shapes[len(found) :], strict=True)]
 
     def as_blocks(self, tensors: list[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
@@ -119,11 +123,11 @@ class RuleStep:
         return [part.view(s[:2]) for part, s in zip(torch.split(flat, self.units.sizes), self.shapes, strict=True)]
 
     def unit_square(self, on_v: OnV) -> Tensor:
-        """Σ of squares over each unit, its bias included; over all ranks where a unit is split."""
-        square = pack([stepsize.unit_square(w, None) for w in on_v.weights])
+        """Σ of squares over each unit, its bias included."""
+        square = pack([guards.stretch(w, None) for w in on_v.weights])
         if on_v.biases is not None:
             square = square + (on_v.biases * on_v.biases).sum(0)
-        return dtensor.reduced(square, self.split_units)
+        return self.whole_units(square)
 
     def unit_length2(self) -> Tensor:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
@@ -133,17 +137,13 @@ class RuleStep:
             biases = None if biases is None else biases.to(self.dtype)
             length2 = guards.squared_length(weight.to(self.dtype), biases, c.mu, c.spread)
             found.append(length2 if biases is None else length2.amin(0))
-        return dtensor.reduced(pack(found), self.split_units)
+        return self.whole_units(pack(found))
+
+    def whole_units(self, sums: Tensor) -> Tensor:
+        """Sums over units, added up over all ranks where a unit is split."""
+        return dtensor.reduced(sums, self.split_units) if self.split_units else sums
 
     # for rules that move parameters, as torch's do
-
-    def column_scales(self) -> list[Tensor | None]:
-        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
-        found: list[Tensor | None] = []
-        for alpha, c, shape in zip(self.alphas, self.scales, self.shapes, strict=True):
-            scale = None if alpha is None else alpha if c.beta is None else alpha * c.beta
-            found.append(None if scale is None else scale.repeat_interleave(shape[3], 1).unsqueeze(1))
-        return found
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v."""
@@ -156,7 +156,7 @@ class RuleStep:
                 grads = [joined(weight, bias)]
             else:
                 rows = [] if bias is None else bias.unbind()
-                shapes = [dtensor.local(b).shape for b in block.biases]
+                shapes = [block.local(b).shape for b in block.biases]
                 grads = [block.unmatrix(weight), *(row.view(s) for row, s in zip(rows, shapes, strict=True))]
             found.append([stand_in(g.to(block.weight.dtype).contiguous()) for g in grads])
         return found

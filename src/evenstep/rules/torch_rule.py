@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ..coordinates.coordinates import Schema, Statistics
 from ..coordinates.whitening import Whitening
 from ..parallel import dtensor
-from .base_rule import BaseRule
 from .rule import Rule, RuleStep, plain_share, stand_in
+from .torch_class import TorchClass
 
 
 class Proxy(NamedTuple):
@@ -32,7 +32,7 @@ class Proxy(NamedTuple):
     q: nn.Parameter
     group: dict[str, Any]
     lr: Any
-    rule: BaseRule
+    rule: TorchClass
     whole: bool = False
 
     @property
@@ -75,11 +75,9 @@ def gathered(p: Tensor, grad: Tensor) -> Tensor:
 class TorchRule(Rule):
     """A torch rule on v, and a second one for parameters outside layers, where that is to be another."""
 
-    linear = False
     own_rate = True
-    fused = None
 
-    def __init__(self, base: BaseRule, plain: BaseRule, *, own_options: bool = False) -> None:
+    def __init__(self, base: TorchClass, plain: TorchClass, *, own_options: bool = False) -> None:
         """`plain` may be `base`. With `own_options` groups say nothing to it: it keeps the options it was made with."""
         self.base, self.plain, self.own_options = base, plain, own_options
 
@@ -91,7 +89,7 @@ class TorchRule(Rule):
         """No fields: torch's rules make their own state."""
         return {}
 
-    def rules_of(self, block: Any) -> list[BaseRule]:
+    def rules_of(self, block: Any) -> list[TorchClass]:
         """The rule of each of the block's proxies: `plain` for what is no matrix of a layer."""
         if self.joint(block):
             return [self.base]
@@ -137,7 +135,7 @@ class TorchRule(Rule):
         return [lr * plain_share(group) if rule is self.plain else lr for lr, group, rule in each]
 
 
-def run(base: BaseRule, proxies: Sequence[Proxy], state: Any, own_options: bool, foreign: Set[str]) -> None:
+def run(base: TorchClass, proxies: Sequence[Proxy], state: Any, own_options: bool, foreign: Set[str]) -> None:
     """Let the rule move its proxies by one step, stepsize and sign included.
 
     The rule's state lives in `state`, where `foreign` names are another rule's; its options in the proxies' groups, or,
@@ -180,7 +178,7 @@ def options_of(group: dict[str, Any], rule: Optimizer, own_options: bool, on_gpu
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def remembered(base: BaseRule, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
+def remembered(base: TorchClass, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
     """The rule's state of a proxy.
 
     Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of

@@ -13,7 +13,6 @@ from .rule import Direction, Fused, OnV, Rule, RuleStep, heavy_ball
 class UnitRule(Rule):
     """Each unit's gradient over the root of its running mean square, damped by its layer's; Nesterov momentum."""
 
-    linear = False
     fused = Fused(nesterov=True, unit_scale=True)
 
     def state(self, momentum: float) -> Schema:

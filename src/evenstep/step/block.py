@@ -41,6 +41,7 @@ class Block:
     def __post_init__(self) -> None:
         """Find out what every step needs to know of the layer's layout."""
         self.layer = None if self.alone else self.entry
+        self.sharded = dtensor.sharded(self.weight) or (self.entry is not None and dtensor.sharded(self.entry.weight))
         self.groups = 1 if self.entry is None else self.entry.layout.shape[0]
         # whether this rank has some rows of a layer in groups: they count as groups of one unit
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
@@ -49,6 +50,10 @@ class Block:
             m = self.layer.kind.matrix(self.layer.module, self.weight)
             if self.weight.is_contiguous() and m.is_contiguous() and m.data_ptr() == self.weight.data_ptr():
                 self._in_order = m.shape
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor of the block's: all of a plain one."""
+        return dtensor.local(tensor) if self.sharded else tensor
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [group, unit, input, kernel].
@@ -73,7 +78,7 @@ class Block:
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
-        weight = dtensor.local(self.weight)
+        weight = self.local(self.weight)
         if self.layer is None or self.rows_as_groups or self.layer.layout.is_contiguous():
             return matrix.reshape(weight.shape)
         return self.layer.kind.unmatrix(self.layer.module, matrix, weight)
@@ -89,9 +94,9 @@ class Block:
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Weight and biases of the layer as `matrix` and `stack` shape them, those that do not train included."""
         if self.alone and self.entry is not None:
-            return self._layer(dtensor.local(self.entry.weight)), self.stack([dtensor.local(self.weight)])
-        biases = [dtensor.local(b) for b in self.biases or self.frozen]
-        return self.matrix(dtensor.local(self.weight)), self.stack(biases)
+            return self._layer(self.local(self.entry.weight)), self.stack([self.local(self.weight)])
+        biases = [self.local(b) for b in self.biases or self.frozen]
+        return self.matrix(self.local(self.weight)), self.stack(biases)
 
     @property
     def frozen(self) -> list[Tensor]:
@@ -103,7 +108,7 @@ class Block:
         """n of §3.5, with the kernel's area; at least 1."""
         if self.entry is None:
             return 1
-        *_, inputs, kernel = self._layer(dtensor.local(self.entry.weight)).shape
+        *_, inputs, kernel = self._layer(self.local(self.entry.weight)).shape
         return max(1, inputs * kernel)
 
     @property
@@ -116,7 +121,7 @@ class Block:
     @property
     def local_units(self) -> int:
         """Number of units this rank has."""
-        return self.matrix(dtensor.local(self.weight)).shape[:2].numel()
+        return self.matrix(self.local(self.weight)).shape[:2].numel()
 
     @property
     def has_rows(self) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...math import change_of_variables as coordinates
-from ...math import constants
 from ..reading import Record
 from .common import Figure, NotRun, Verdict, below, claim
 from .fig2 import UNGUARDED
@@ -43,7 +42,7 @@ def population(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def bias_step(x: Tensor, g: Tensor, mu: Tensor, alpha2: Tensor, beta2: Tensor) -> Tensor:
     """Eq. 3's δw_0j (before the sign) for one batch x [B, n], g [B, m], from the library's own functions."""
-    c = constants.Constants(mu[None], alpha2[None], beta2[None])
+    c = coordinates.Scales(mu[None], alpha2[None].sqrt(), beta=beta2[None].sqrt())
     grad, b = g.T @ x / len(x), g.mean(0)
     _, step = coordinates.step_to_w(*coordinates.gradient_to_v(grad[None, :, :, None], b[None], c), c)
     return step[0]

@@ -5,6 +5,7 @@ the weights, `commit` lets the batch join the moments. `torch_step` is the same 
 the device: the host never waits.
 """
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,28 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...coordinates.coordinates import Coordinates, Statistics
-from ...coordinates.fan_in import FanIn
-from ...coordinates.plain_size import PlainSize
-from ...coordinates.whitening import Whitening
 from ...kernels.input_sums import SLOTS, available
 from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ...rules.rule import plain_share
+from ...rules.rule import Fused
 from ...statistics.batch import LayerStatistics
-from .. import spec
 from ..block import Block
+from . import table_spec as spec
+from .tables import SETTINGS, inner, pieces, places_of, settings_table, shapes_table, whitened
 
-KNOWN = (Coordinates, FanIn, Whitening, PlainSize)  # the coordinates that `frame` finds; not those derived from them
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
 LAUNCH = {"frame": (16, 1024), "measure": (32, 1024), "commit": (16, 2048), "add_up": (2, 512), "move": (2, 256)}
 LAUNCH["write_gradients"] = LAUNCH["move"]
-LONG, FEW = 16384, 264  # columns of a row that one program would be long with, unless there are many rows
-PIECE, LEAST = 1024, 64  # columns of a piece of such a row, at most and at least
-ALIGNED = 16  # elements: what a torch rule sees begins at multiples of these
 PARTS = 16  # programs that share a block whose units do not depend on each other
 
 
@@ -42,7 +36,8 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     weight, group, rule = block.weight, block.group, block.rule
     if not runs_on(weight) or group["foreach"] is False or group.get("reduction") == "sum":
         return False
-    if type(block.coordinates) not in KNOWN or block.alone or (rule.fused is None and not rule.own_rate):
+    known = "fused" in vars(type(block.coordinates))  # not coordinates derived from known ones
+    if not known or block.alone or (rule.fused is None and not rule.own_rate):
         return False
     biases = [*block.biases, *block.frozen]
     if len(biases) > 1 or not weight.numel() or any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)):
@@ -63,11 +58,6 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
 def runs_on(weight: Tensor) -> bool:
     """Whether there are kernels for the device and the dtype of a weight."""
     return weight.device.type == "cuda" and weight.dtype in KINDS and available()
-
-
-def whitened(block: Block) -> bool:
-    """Whether its coordinates have moments."""
-    return block.coordinates.needs >= Statistics.INPUTS
 
 
 def has_first_dtypes(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
@@ -94,12 +84,11 @@ class TritonStep:
         self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
         self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
-        self.unbiased = any(whitened(b) and not b.biases for b in blocks)
+        self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
-        sized = [b.coordinates for b in blocks if isinstance(b.coordinates, PlainSize)]
-        self.plain_size, self.partly = bool(sized), any((c.power, c.centre) != (1, 1) for c in sized)
         self.captured = False  # whether a CUDA graph holds its addresses
-        shapes, self.width, self.total = shapes_table(blocks, stages, self._rule_rows())
+        self.places, self.rule_size = places_of(blocks)
+        shapes, self.width, self.total = shapes_table(blocks, stages, self.places)
         self.bases = [row[spec.BASE] for row in shapes]
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
         self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
@@ -117,6 +106,26 @@ class TritonStep:
         self.always = torch.ones((), dtype=torch.bool, device=self.device)  # the mask of a step the host has checked
         self.last, self.fired = self._counters()
         self._release()
+
+    def _constants(self) -> dict[str, dict[str, Any]]:
+        """What each kernel is built with, in its own order: the flags of rule and coordinates by their names there."""
+        known = {
+            **{name.upper(): value for name, value in (self.rule.fused or Fused())._asdict().items()},
+            **{name: True for block in self.blocks for name in block.coordinates.fused},
+            "MOMENTUM": self.momentum,
+            "LINEAR": self.rule.linear,
+            "EXTERNAL": self.needs_direction,
+            "GUARD": bool(self.stages) and any(guards.bounds_steps(b.group) for b in self.blocks),
+            "PROJECT": any(whitened(b) and not b.biases for b in self.blocks),
+            "KIND": KINDS[self.blocks[0].weight.dtype],
+            "SLOTS": SLOTS,
+            "VERSION": spec.VERSION,
+        }
+        found = {}
+        for name, kernel in kernels().items():
+            own = [c for c in inspect.signature(kernel.kernel.fn).parameters if c.isupper()]
+            found[name] = {c: LAUNCH[name][1] if c == "BLOCK" else known.get(c, False) for c in own}
+        return found
 
     def _counters(self) -> tuple[Tensor, Tensor]:
         """The guards' counters of all layers, of which each layer's are views."""
@@ -138,21 +147,14 @@ class TritonStep:
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates, and sum over the rows; or write the gradients on v that a torch rule is to see."""
         if self.needs_direction:
-            weight = self.blocks[0].weight
-            self.for_rule = torch.empty(2, self.rule_total, dtype=weight.dtype, device=self.device)
+            dtype = self.blocks[0].weight.dtype
+            self.for_rule = torch.empty(2, self.rule_size, dtype=dtype, device=self.device)
         with on(self.device):
             self.captured |= torch.cuda.is_current_stream_capturing()
             rows = [self._addresses(k, block) for k, block in enumerate(self.blocks)]
             self.addresses.send(rows, lambda: rows)
             self.table = self._settings()
-        self._launch(
-            "frame",
-            *(self.shapes, self.table, self.vectors, self.batch, self.layers, self.width, len(self.blocks)),
-            LINEAR=self.rule.linear,
-            PLAIN_SIZE=self.plain_size,
-            PARTLY=self.partly,
-            SLOTS=SLOTS,
-        )
+        self._launch("frame", self.vectors, self.batch, self.layers, self.width, len(self.blocks))
         self._along_rows("write_gradients" if self.needs_direction else "add_up")
 
     def finite(self) -> Tensor:
@@ -163,17 +165,12 @@ class TritonStep:
         """How far each unit goes, then the weights, unless the mask `ok` says no."""
         if self.needs_direction:
             self._along_rows("add_up")
+        mask = self.always if ok is None else ok
         self._launch(
             "measure",
-            *(self.shapes, self.table, self.layers, self.sums, self.motion, self.last, self.fired),
-            *(self.always if ok is None else ok, self.total, len(self.blocks)),
+            *(self.layers, self.sums, self.motion, self.last, self.fired, mask, self.total, len(self.blocks)),
             *(guards.TRUST_FLOOR, 1 - self.momentum),
             parts=PARTS,
-            UNIT_SCALE=self.rule.fused is not None and self.rule.fused.unit_scale,
-            EXTERNAL=self.needs_direction,
-            LINEAR=self.rule.linear,
-            GUARD=bool(self.stages) and any(b.group["trust"] is not None for b in self.blocks),
-            PROJECT=self.unbiased,
         )
         self._along_rows("move", ok)
         torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
@@ -182,32 +179,21 @@ class TritonStep:
         """Let the batches join the moments, and the next ones be summed about the running means."""
         if any(block.coordinates.state for block in self.blocks):
             mask = self.always if ok is None else ok
-            self._launch("commit", self.shapes, self.table, self.batch, self.layers, mask, self.width, len(self.blocks))
+            self._launch("commit", self.batch, self.layers, mask, self.width, len(self.blocks))
         self._release()
-
-    def _launch(self, name: str, *arguments: Any, programs: int = 0, parts: int = 1, **constants: Any) -> None:
-        """Launch a kernel with so many programs, by default one per block, `parts` times over."""
-        warps, block = LAUNCH[name]
-        grid, constants = (programs or len(self.blocks), parts, 1), {**constants, "BLOCK": block}
-        # builds differ by their constants and the device alone: the tables are aligned, and of known dtypes
-        key, tensors = self.device.index, (self.addresses.there, *arguments)
-        with on(self.device):
-            kernels()[name](key, grid, tensors, warps, **constants, VERSION=spec.VERSION)
 
     def _along_rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
-        fused = self.rule.fused
-        self._launch(
-            name,
-            *(self.shapes, self.table, self.owner, self.vectors, self.layers, self.sums, self.motion),
-            *(self.always if ok is None else ok, self.width, self.total),
-            programs=self.total,
-            MOMENTUM=self.momentum,
-            NESTEROV=fused is not None and fused.nesterov,
-            PROJECT=self.unbiased,
-            EXTERNAL=self.needs_direction,
-            KIND=KINDS[self.blocks[0].weight.dtype],
-        )
+        mask = self.always if ok is None else ok
+        buffers = (self.owner, self.vectors, self.layers, self.sums, self.motion)
+        self._launch(name, *buffers, mask, self.width, self.total, programs=self.total)
+
+    def _launch(self, name: str, *arguments: Any, programs: int = 0, parts: int = 1) -> None:
+        """Launch a kernel on the tables with so many programs, by default one per block, `parts` times over."""
+        grid, tables = (programs or len(self.blocks), parts, 1), (self.addresses.there, self.shapes, self.table)
+        # builds differ by their constants and the device alone: the tables are aligned, and of known dtypes
+        with on(self.device):
+            kernels()[name](self.device.index, grid, tables + arguments, LAUNCH[name][0], **self.constants[name])
 
     # tables
 
@@ -230,11 +216,9 @@ class TritonStep:
         for column, name in enumerate(spec.STATE, spec.MX):
             row[column] = mine[name].data_ptr() if name in mine else 0
         if self.for_rule is not None:
-            start, bias = self.rule_starts[k]
-            far = self.for_rule.stride(0)  # from the gradients to the steps
-            places = (start, bias, far + start, far + bias)
+            (start, bias, *_), far = self.places[k], self.rule_size  # from the gradients to the steps
             base, size = self.for_rule.data_ptr(), self.for_rule.element_size()
-            row[spec.TO_RULE : spec.ADDRESSES] = [base + size * at for at in places]
+            row[spec.TO_RULE : spec.ADDRESSES] = [base + size * at for at in (start, bias, far + start, far + bias)]
         return row
 
     def _buffer(self, p: Tensor) -> Tensor:
@@ -260,20 +244,6 @@ class TritonStep:
 
     # torch rules
 
-    def _rule_rows(self) -> list[tuple[int, int]]:
-        """Distances between rows, and between biases, of what a torch rule sees; also where each block begins."""
-        self.rule_starts: list[tuple[int, int]] = []
-        self.rule_total, gaps = 0, []
-        for block in self.blocks:
-            columns, biased, start = block.weight.numel() // block.units, len(block.biases), self.rule_total
-            joint = self.needs_direction and block.rule.joint(block)
-            gap = columns + biased if joint else columns
-            bias = start + columns if joint else start + aligned(block.weight.numel())
-            self.rule_total = start + aligned(block.units * gap) if joint else bias + aligned(block.units * biased)
-            self.rule_starts.append((start, bias))
-            gaps.append((gap, gap if joint else 1))
-        return gaps
-
     def column_scales(self) -> list[Tensor | None]:
         """α β of each column of the blocks' matrices, as `frame` has left them."""
         found: list[Tensor | None] = []
@@ -289,17 +259,15 @@ class TritonStep:
         assert self.for_rule is not None
         gradients, steps = self.for_rule
         steps.zero_()
-        found = []
-        for block, (start, bias) in zip(self.blocks, self.rule_starts, strict=True):
-            tensors = zip((start, bias), block.parameters, strict=False)
-            places = [(at, tuple(p.shape), tuple(p.stride())) for at, p in tensors]
+        found: list[list[nn.Parameter]] = []
+        for block, (start, bias, row, _) in zip(self.blocks, self.places, strict=True):
+            lying = [(at, p.shape, p.stride()) for at, p in zip((start, bias), block.parameters, strict=False)]
             if block.rule.joint(block):
-                columns = block.weight.numel() // block.units + len(block.biases)
-                places = [(start, (block.units, columns), (columns, 1))]
-            few = [nn.Parameter(steps.as_strided(size, by, steps.storage_offset() + at)) for at, size, by in places]
-            for q, (at, size, by) in zip(few, places, strict=True):
-                q.grad = gradients.as_strided(size, by, at)
-            found.append(few)
+                lying = [(start, torch.Size([block.units, row]), (row, 1))]
+            found.append([])
+            for at, size, by in lying:
+                found[-1].append(nn.Parameter(steps.as_strided(size, by, self.rule_size + at)))
+                found[-1][-1].grad = gradients.as_strided(size, by, at)
         self.step_views = [[q.detach() for q in few] for few in found]
         return found
 
@@ -319,89 +287,6 @@ def kernels() -> dict[str, Launcher]:
     rows = [triton_rows.write_gradients, triton_rows.add_up, triton_rows.move]
     found = [triton_inputs.frame, triton_inputs.commit, triton_units.measure, *rows]
     return {kernel.__name__: Launcher(kernel) for kernel in found}
-
-
-def inner(block: Block) -> int | None:
-    """The distance in memory between two inputs of a row of the weight; None if units are not rows."""
-    m = block.matrix(block.weight)
-    if m.data_ptr() != block.weight.data_ptr():
-        return None
-    return m.shape[3] if m.is_contiguous() else 1 if m.transpose(2, 3).is_contiguous() else None
-
-
-def pieces(block: Block, units: int, columns: int) -> int:
-    """Into how many rows of their own programs take a row; 1 if it is taken whole, 0 if there is no good way.
-
-    Rows of a layer are taken whole: the guards need sums over all of a row.
-    """
-    if columns <= LONG or units >= FEW:
-        return 1
-    lengths = [n for n in range(PIECE, LEAST - 1, -1) if columns % n == 0] if block.entry is None else []
-    even = [n for n in lengths if n % 8 == 0]
-    return columns // (even or lengths)[0] if lengths else 0
-
-
-def aligned(number: int) -> int:
-    """The next multiple of `ALIGNED`.
-
-    >>> aligned(17)
-    32
-    """
-    return -(-number // ALIGNED) * ALIGNED
-
-
-def shapes_table(
-    blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], rule_rows: Sequence[tuple[int, int]]
-) -> tuple[list[list[int]], int, int]:
-    """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
-    rows, counters, width, total = list[list[int]](), 0, 0, 0
-    for block, stage, (gap, bias_gap) in zip(blocks, stages, rule_rows, strict=True):
-        groups, units, inputs, area = block.matrix(block.weight).shape
-        moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
-        row = [0] * spec.SHAPES
-        row[spec.BASE], row[spec.START] = width, total
-        row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
-        row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if moments else (1, 0)
-        row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
-        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = gap // cut, bias_gap
-        row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
-        row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
-        row[spec.COUNTER] = -1
-        if stage is not None:
-            row[spec.SLOT_COUNT], row[spec.COUNTER] = stage.slot_count if moments else 0, counters
-            row[spec.FLAGS] += spec.COUNTED + spec.SHARED * ("sharing" in block.coordinates.state)
-            counters += 1
-        rows.append(row)
-        width, total = width + -(-row[spec.ALL_INPUTS] // 8) * 8, total + row[spec.UNITS]
-    return rows, width, total
-
-
-# what the table of settings depends on, beside lr
-SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name, _ in spec.OF_GROUP.values()))
-
-
-def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | None]) -> list[list[float]]:
-    """The table of settings; a stepsize that is a tensor on another device is 0."""
-    rows = []
-    for block, stage in zip(blocks, stages, strict=True):
-        group, row = block.group, [0.0] * spec.SETTINGS
-        for column, decay_column, own in zip(
-            (spec.RATE, spec.BIAS_RATE), (spec.DECAYED, spec.BIAS_DECAYED), block.param_groups, strict=False
-        ):
-            lr = own["lr"]
-            row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
-            row[decay_column] = own["weight_decay"]
-        for column, (name, none) in spec.OF_GROUP.items():
-            row[column] = none if group.get(name) is None else group[name]
-        if stage is None:
-            row[spec.RADIUS] = torch.inf
-        row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else row[spec.DAMPING]
-        row[spec.RATIO] = plain_share(group) if block.uses_plain_lr else 1.0
-        row[spec.POWER] = getattr(block.coordinates, "power", 1.0)
-        row[spec.CENTRE_SHARE] = getattr(block.coordinates, "centre", 1.0)
-        row[spec.FAN_IN] = float(block.fan_in)
-        rows.append(row)
-    return rows
 
 
 def gradient_like(p: Tensor) -> Tensor:

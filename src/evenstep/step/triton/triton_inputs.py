@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .. import spec
+from . import table_spec as spec
 from .triton_pointers import SIZES, floats
 
 

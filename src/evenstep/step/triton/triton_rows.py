@@ -10,7 +10,7 @@ many at a time: were the numbers the same, threads would have four neighbours ea
 import triton
 import triton.language as tl
 
-from .. import spec
+from . import table_spec as spec
 from .triton_pointers import SIZES, floats, pointer
 
 

@@ -7,7 +7,7 @@ Where units do not depend on each other, several programs share those of a block
 import triton
 import triton.language as tl
 
-from .. import spec
+from . import table_spec as spec
 from .triton_pointers import SIZES, floats
 
 

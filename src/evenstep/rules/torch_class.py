@@ -18,7 +18,7 @@ REFUSED = {
 }
 
 
-class BaseRule:
+class TorchClass:
     """A torch rule ready to run on proxies: an instance without parameters, and how to make another."""
 
     def __init__(self, owner: str, rule: Any, keywords: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""What the step in torch and its kernels share: every column, row, flag and guard constant of the kernels, named once.
+"""What the kernels and their host share: every column, row, flag and guard constant, named once.
 
-Triton reads these as constants; the host fills the tables by these names. To let a kernel know more of a step, add a
-column here, fill it in `triton.host`, and read it there.
+Triton reads these as constants; `tables` fills the tables by these names. To let a kernel know more of a step, add a
+column here, fill it in `tables`, and read it there.
 """
 
 import math
@@ -9,7 +9,7 @@ import zlib
 
 import torch
 
-from ..math import constants, guards, stepsize
+from ...math import constants, guards, stepsize
 
 # columns of the table of addresses, which has one row per block; the last count them
 (
@@ -43,6 +43,9 @@ OF_GROUP = {
     EPS: ("eps", 0.0),
     DECLARED: ("sharing", math.nan),
 }
+
+# those that are attributes of the block's coordinates, with the number for coordinates without
+OF_COORDINATES = {POWER: ("power", 1.0), CENTRE_SHARE: ("centre", 1.0)}
 
 # flags in the table of shapes
 BIASED = 1  # its bias trains with it
