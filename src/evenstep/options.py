@@ -10,6 +10,7 @@ from inspect import Parameter
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch import distributed as dist
 from typing_extensions import dataclass_transform
 
 Class = TypeVar("Class", bound=type)
@@ -42,11 +43,17 @@ def is_rate(lr: Any) -> bool:
     return is_number(lr) and bool(lr >= 0)
 
 
+def is_group(group: Any) -> bool:
+    """A `process_group`."""
+    return group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+
+
 NONNEGATIVE = "a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0)
 POSITIVE_OR_NONE = "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
 FRACTION = "in [0, 1)", lambda v: is_number(v) and 0 <= v < 1
 ROWS = "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
 PATTERNS = "a list of name patterns", lambda v: not isinstance(v, str)
+GROUP = "None (the world group), False (never reduce) or a group of torch.distributed with this process", is_group
 FLAG, FLAG_OR_NONE = one_of(True, False), one_of(None, True, False)
 
 OPTIONS = {
@@ -107,7 +114,7 @@ OPTIONS = {
         "`step()` never reads the device; without it `Whitened` alone does so on a GPU (one bool)", FLAG
     ),
     "process_group": Option(
-        "the processes that train one network: None is the world group if there is one, False reduces nothing"
+        "the processes that train one network: None is the world group if there is one, False reduces nothing", GROUP
     ),
 }
 NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "base_kwargs", "plain", "__class__")
