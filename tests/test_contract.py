@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 from collections import defaultdict
 
@@ -528,3 +529,21 @@ def test_canonical_without_covered_layers_trains_in_plain_coordinates(reduction)
         optimizer = evenstep.CanonicalSGD(model, lr=0.1, plain_lr=0.1, reduction=reduction)
     descend(optimizer, model(torch.randn(4, 3)).sum())
     assert_close(model.bias.detach(), -0.1 * model.bias.grad)
+
+
+@every_optimizer
+def test_an_unknown_keyword_is_refused_by_name(case):
+    if case.cls is not evenstep.Whitened:  # whose base refuses it
+        with pytest.raises(TypeError, match=f"{case.cls.__name__}: got an unexpected keyword argument 'betas'"):
+            case.build(nn.Linear(2, 2), betas=(0.9, 0.99))
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Slow(evenstep.UnitStep):
+        def __init__(self, params, lr=0.01):
+            super().__init__(params, lr, momentum=0.5)
+
+    assert [*inspect.signature(Slow).parameters] == ["params", "lr"]
+    (group,) = Slow(nn.Linear(2, 2)).param_groups
+    assert (group["lr"], group["momentum"], group["decay"]) == (0.01, 0.5, 0.99)
+    assert inspect.signature(evenstep.UnitStep).parameters["momentum"].default == 0.9
