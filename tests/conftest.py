@@ -25,7 +25,7 @@ if MISSING:  # a machine lent for its GPU has few packages: collect files with G
     on_gpu = {name for name, text in texts.items() if "mark.gpu" in text or "CPU_AND_GPU" in text}
     collect_ignore += [f for f, text in texts.items() if f not in on_gpu or any(i in text for i in imports)]
 torch.set_num_threads(1)
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("helpers", "lab_helpers")
 
 if "hypothesis" not in MISSING:
     from hypothesis import HealthCheck, settings

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from cases import BY_HAND, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
-from evenstep.model.layer_kinds import Look
+from evenstep.model.layer_kind import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.torch_step import TorchStep
 from oracle import assert_same_parameters, log_cosh
@@ -341,6 +341,15 @@ def twice():
     """A layer that a forward uses twice, and one it does not use."""
     layers = {"layer": nn.Linear(3, 3), "spare": nn.Linear(3, 3)}
     return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers)
+
+
+def tied(two, share_bias=False):
+    """Two Linear layers that share their weight, and their bias or not."""
+    one = nn.Linear(3, 3)
+    two.weight = one.weight
+    if share_bias:
+        two.bias = one.bias
+    return Forward(lambda self, x: self.two(torch.tanh(self.one(x)) + 1), one=one, two=two)
 
 
 def assert_follows(reference, optimizer, model, batches, tolerance=1e-9):

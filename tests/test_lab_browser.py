@@ -10,7 +10,7 @@ import pytest
 
 from evenstep.lab import records, report
 from evenstep.lab.methods import METHODS
-from made_up import record
+from lab_helpers import record
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,39 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
-from evenstep.lab import (
-    checkpoint,
-    cli,
-    data,
-    experiments,
-    records,
-    reproduce,
-    reproduction,
-    trial,
-    usage,
-)
+from data_files import write_images
+from evenstep.lab import checkpoint, data, experiments, records, reproduce, reproduction, trial, usage
 from evenstep.lab.commands import COMMANDS, run_reproduction, run_sweep, shared
 from evenstep.lab.trial import Trial
-from small_images import small_arrays
-
-SOURCE = str(Path(cli.__file__).parents[2])
-
-
-def call(*arguments):
-    """The exit code of a command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(word) for word in arguments])
-    return caught.value.code
-
-
-def refused(capsys, *arguments):
-    """The one line with which a command is refused."""
-    assert call(*arguments) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith("evenstep: "), told
-    return told[0]
+from lab_helpers import call, finished, refused, small_arrays, start, without_seconds
 
 
 @pytest.fixture
@@ -54,42 +26,6 @@ def few_images(monkeypatch):
 
 
 # what cannot be done
-
-MODEL = """
-import torch
-from torch import nn
-def build():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-def wrong():
-    return nn.Linear("three", 4)
-def number():
-    return 3
-def empty():
-    return nn.ReLU()
-class Picky(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-    def forward(self, x):
-        raise RuntimeError("not today")
-class Blind(Picky):
-    def forward(self, x):
-        return x
-def lazy():
-    return nn.Sequential(nn.LazyLinear(4))
-def imaginary():
-    return nn.Linear(4, 4, dtype=torch.complex64)
-def meta():
-    return nn.Linear(4, 4, device="meta")
-def nothing():
-    return nn.ParameterList([torch.empty(0)])
-def words():
-    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
-def dense():
-    return nn.Linear(4, 4)
-def hollow():
-    return nn.Linear(0, 4)
-"""
 
 
 @pytest.mark.parametrize(
@@ -127,16 +63,27 @@ def hollow():
         (["train", "--data", "/no/such/place"], "--data /no/such/place: no such file or folder"),
         (["report"], "report needs FOLDER"),
         (["report", "/no/such/place"], "/no/such/place is not a folder"),
+        (["report", Path(__file__).parent], "has no *.jsonl records"),
         (["reproduce"], "name an experiment to reproduce: fig1, fig2"),
         (["reproduce", "fig9"], "no experiment is called 'fig9'; did you mean 'fig"),
-        (["reproduce", "fig1", "shok"], "did you mean 'shock'?"),
         (["reproduce", "fig1", "--budget", "nan"], "--budget takes seconds, 0 or more; got nan"),
         (["reproduce", "fig1", "--budget", "-1"], "--budget takes seconds, 0 or more; got -1"),
         (["doctor"], "doctor needs FILE.py:FUNCTION"),
-        (["doctor", "--inptu", "3"], "did you mean --input?"),
         (["doctor", "model.py"], "'model.py' has no function in it; give FILE.py:FUNCTION"),
         (["doctor", "no_such_file.py:build"], "no_such_file.py is not there"),
         (["doctor", ".:build"], ". is not a Python file"),
+        (["bench", "--model", "resnet5"], "did you mean 'resnet50'?"),
+        (["bench", "--contenders", "unitstp"], "did you mean 'unitstep'?"),
+        (["bench", "--suite", "gpo"], "did you mean 'gpu'?"),
+        (["bench", "--rounds", "1"], "--rounds must be between"),
+        (["bench", "--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["bench", "--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
+        (["bench", "--threads", "-1"], "--threads must be between 0 and 1024; got -1"),
+        (["bench", "--seed", "99999999999999999999999"], "--seed must be between 0"),
+        (["bench", "--goals", "--half", "--batch", "3"], "a suite has its own settings; leave out --batch, --half"),
+        (["bench", "--suite", "cpu", "--model", "alexnet"], "suite cpu has no row with --model alexnet"),
+        (["bench", "--against", "/nowhere"], "--against /nowhere holds no evenstep package; give the src folder"),
+        (["bench", "--table", "/nowhere"], "--table /nowhere: no record of bench there"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments, message, capsys):
@@ -154,10 +101,7 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--model-options", "classes=3"],
-            "--model paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10",
-        ),
+        (["--model-options", "classes=3"], "paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10"),
         (["--model-options", "width=0"], "--model paper_cnn with {'width': 0}: "),
         (["--model-options", "width=-1"], "--model paper_cnn with {'width': -1}: "),
         (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
@@ -201,13 +145,11 @@ def test_help_of_each_command_names_its_flags(command, capsys):
 
 
 def test_a_reader_that_has_enough_is_no_error():
-    command = [sys.executable, "-m", "evenstep", "--help"]
     reading, writing = os.pipe()
     os.close(reading)
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    _, _, errors = finished("-m", "evenstep", "--help", stdout=writing)
     os.close(writing)
-    assert done.stderr == ""
+    assert errors == ""
 
 
 # sweep
@@ -215,7 +157,7 @@ def test_a_reader_that_has_enough_is_no_error():
 SWEEP = ("sweep", "--methods", "sg", "adam", "--stepsizes", "0.01", "0.1", "--epochs", "1", "--batch-size", "10")
 
 
-def test_sweep_runs_the_grid_and_ends_with_the_report(tmp_path, few_images, capsys):
+def test_sweep_runs_the_grid_with_its_options_and_ends_with_the_report(tmp_path, few_images, capsys):
     assert call(*SWEEP, "--seeds", "0", "1", "--out", tmp_path) == 0
     found = [r["config"] for r in records.read(tmp_path / "records.jsonl")]
     assert {(c["method"], c["lr"], c["seed"]) for c in found} == {
@@ -225,6 +167,10 @@ def test_sweep_runs_the_grid_and_ends_with_the_report(tmp_path, few_images, caps
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}" and "8/8" in shown
     assert call(*SWEEP, "--seeds", "0", "1", "2", "--out", tmp_path) == 0
     assert "8 of 12 runs are in" in capsys.readouterr().out
+    more = ("--options", "weight_decay=0.5", "--model-options", "width=2", "--decay-lr")
+    assert call(*SWEEP, *more, "--out", tmp_path) == 0
+    last = records.read(tmp_path / "records.jsonl")[-1]["config"]
+    assert (last["options"], last["model_options"], last["decay_lr"]) == ({"weight_decay": 0.5}, {"width": 2}, True)
 
 
 def test_sweep_without_stepsizes_takes_each_methods_own():
@@ -232,49 +178,26 @@ def test_sweep_without_stepsizes_takes_each_methods_own():
     assert [t.lr for t in trials] == [0.03, 0.1, 0.3, 1.0, 3e-4, 1e-3, 3e-3, 1e-2]
 
 
-def test_options_reach_the_optimizer_and_the_network(tmp_path, few_images):
-    call(*SWEEP, "--options", "weight_decay=0.5", "--model-options", "width=2", "--decay-lr", "--out", tmp_path)
-    config = records.read(tmp_path / "records.jsonl")[0]["config"]
-    assert config["options"] == {"weight_decay": 0.5} and config["model_options"] == {"width": 2}
-    assert config["decay_lr"] is True
-
-
-def image_folder(path):
-    """A few images as files."""
-    for k, part in enumerate(["train/a", "train/b", "val/a", "val/b"]):
-        (path / part).mkdir(parents=True)
-        for n in range(8):
-            pixels = torch.randint(0, 256, (32, 32, 3), generator=torch.Generator().manual_seed(8 * k + n))
-            Image.fromarray(pixels.byte().numpy()).save(path / part / f"{n}.png")
-    return path
-
-
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
-    images, out = image_folder(tmp_path / "images"), tmp_path / "out"
-    words = ["sweep", "--out", str(out), "--data", str(images), "--epochs", "40", "--methods", "sg", "--seeds"]
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "evenstep", *words, *map(str, range(100))]
+    write_images(tmp_path / "images")
+    words = ["sweep", "--out", tmp_path / "out", "--data", tmp_path / "images", "--epochs", "9", "--methods", "sg"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = start("-m", "evenstep", *words, "--seeds", *range(100))
     signal.signal(signal.SIGINT, before)
-    file, until = out / "records.jsonl", time.monotonic() + 60
+    file, until = tmp_path / "out" / "records.jsonl", time.monotonic() + 60
     while not (file.exists() and file.read_text().count("\n")) and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     shown = process.communicate(timeout=60)[0]
     kept = file.read_text()
-    assert process.returncode == 130 and "Stopped" in shown and (out / "report.html").exists()
+    assert process.returncode == 130 and "Stopped" in shown and (tmp_path / "out" / "report.html").exists()
     assert 1 <= len([json.loads(line) for line in kept.splitlines()]) < 400
-    assert call(*words, "0") == 0 and file.read_text().startswith(kept)
+    assert call(*words, "--seeds", "0") == 0 and file.read_text().startswith(kept)
     first = [r["config"] for r in records.read(file) if r["seed"] == 0]
     assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
 
 
 # train
-
-
-def without_times(rows):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
 def begun(one, arrays):
@@ -302,7 +225,7 @@ def test_training_that_is_interrupted_goes_on_bit_for_bit(method, tmp_path):
 
         with pytest.raises(Stop):
             part.finish(keep_and_stop)
-    assert part.done and without_times(part.rows) == without_times(whole.rows)
+    assert part.done and without_seconds(part.rows) == without_seconds(whole.rows)
     for p, q in zip(part.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
         assert torch.equal(p, q)
 
@@ -315,6 +238,9 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
     assert call("report", tmp_path, "--markdown") == 0 and "| UnitStep | 0.05 |" in capsys.readouterr().out
+    (tmp_path / "records.jsonl").unlink()
+    told = refused(capsys, *command, "--lr", "0.1")
+    assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
 
 
 def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):
@@ -330,13 +256,6 @@ def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys,
     assert "1 of 3 epochs are kept" in capsys.readouterr().out
     assert call("train", "--epochs", "3", "--out", tmp_path) == 0
     assert len(records.read(tmp_path / "records.jsonl")[0]["metrics"]) == 3
-
-
-def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, few_images, capsys):
-    call("train", "--epochs", "1", "--out", tmp_path)
-    capsys.readouterr()
-    told = refused(capsys, "train", "--epochs", "1", "--lr", "0.1", "--out", tmp_path)
-    assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
 
 
 CHANGES = {
@@ -432,17 +351,12 @@ def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     assert "a.jsonl: cannot be read (Is a directory)" in told and "b.jsonl: cannot be read (No such file" in told
 
 
-def test_report_of_a_folder_without_records_is_refused(tmp_path, capsys):
-    assert "has no *.jsonl records" in refused(capsys, "report", tmp_path)
-
-
 def test_paths_are_written_in_any_terminal(tmp_path):
     (tmp_path / "ünï").mkdir()
     (tmp_path / "ünï" / "records.jsonl").write_text('{"config": {}}\n')
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "evenstep", "report", str(tmp_path / "ünï")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and "\\xfcn\\xef" in done.stdout
+    words = ["-m", "evenstep", "report", tmp_path / "ünï"]
+    code, shown, errors = finished(*words, env={"PYTHONIOENCODING": "ascii"})
+    assert (code, errors) == (0, "") and "\\xfcn\\xef" in shown
 
 
 # reproduce
@@ -537,16 +451,25 @@ def test_reproduce_that_ends_early_says_how_to_go_on(change, code, tmp_path, ins
 
 # doctor
 
+CONV = "lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))"
+NET = "lambda: Net(nn.Linear(4, 4))\nclass Net(nn.Sequential):\n    def forward(self, x):\n        "
+WORDS = "lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))"
+SHAPE, TOO_LARGE = "--input must be a shape such as 8x3x32x32; got ", "--input must have at most 64 sizes and"
+
 
 @pytest.fixture
-def model_file(tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    return path
+def diagnose(tmp_path):
+    """The arguments of `doctor` for a file where this builds the model."""
+
+    def words(build, *more, name="model.py"):
+        (tmp_path / name).write_text(f"import torch\nfrom torch import nn\nbuild = {build}\n", encoding="utf-8")
+        return "doctor", f"{tmp_path / name}:build", *more
+
+    return words
 
 
-def test_doctor_shows_coverage_memory_and_time(model_file, capsys):
-    assert call("doctor", f"{model_file}:build", "--input", "4x3x8x8") == 0
+def test_doctor_shows_coverage_memory_and_time(diagnose, capsys):
+    assert call(*diagnose(CONV, "--input", "4x3x8x8")) == 0
     shown = capsys.readouterr().out
     for text in ("0.weight   Conv2d       whitened", "no whitened form for BatchNorm2d", "3,130 parameters train"):
         assert text in shown
@@ -555,67 +478,56 @@ def test_doctor_shows_coverage_memory_and_time(model_file, capsys):
     assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
 
 
-def test_doctor_takes_inputs_from_the_file(model_file, capsys):
-    model_file.write_text(MODEL + "\ndef inputs():\n    return {'input': torch.zeros(2, 3, 8, 8)}\n")
-    assert call("doctor", f"{model_file}:build") == 0 and "Time: " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [(CONV, "{'input': torch.zeros(2, 3, 8, 8)}"), (NET + "return super().forward(x[0])", "[torch.zeros(2, 4)]")],
+    ids=["dict", "list, which is one argument"],
+)
+def test_doctor_takes_inputs_from_the_file(build, inputs, diagnose, capsys):
+    assert call(*diagnose(f"{build}\ninputs = lambda: {inputs}")) == 0 and "Time: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("function", "more", "message"),
+    ("build", "more", "message"),
     [
-        ("wrong", [], "model.py:7: TypeError: "),
-        ("number", [], "returned int; it should return a torch.nn.Module"),
-        ("empty", [], "returned a model without parameters to train"),
-        ("missing", [], "model.py has no function 'missing'; it has: build, wrong"),
-        ("build", ["--input", "3xtwo"], "--input must be a shape such as 8x3x32x32; got '3xtwo'"),
-        ("build", ["--input", "4x3x9x9"], "model.py: RuntimeError: "),
-        ("Picky", ["--input", "2x4"], "model.py:17: RuntimeError: not today"),
-        ("Blind", ["--input", "2x4"], "evenstep: the model's output has no tensor that depends on its parameters"),
-        ("lazy", [], "model.py:lazy: 0.weight has no shape yet; call the model once"),
-        ("imaginary", [], "complex parameters are not supported; train torch.view_as_real"),
-        ("meta", [], "model.py:meta: weight is on the device meta"),
-        ("nothing", [], "returned a model without parameters to train"),
-        ("words", ["--input", "2x4"], "gives random float32 numbers; for other inputs define inputs() in "),
-        ("build", ["--input", "2x²"], "--input must be a shape such as 8x3x32x32; got '2x²'"),
-        ("build", ["--input", "2x0"], "--input must be a shape such as 8x3x32x32; got '2x0'"),
-        ("build", ["--input", "100000x100000x100000"], "--input must have at most 64 sizes and"),
-        ("build", ["--input", "9" * 26], "--input must have at most 64 sizes and"),
-        ("build", ["--input", "9" * 5000], "--input must have at most 64 sizes and"),
-        ("build", ["--input", "x".join("1" * 99)], "--input must have at most 64 sizes and"),
+        ("lambda: nn.Linear('three', 4)", [], "model.py:3: TypeError: "),
+        ("lambda: 3", [], "returned int; it should return a torch.nn.Module"),
+        ("nn.ReLU", [], "returned a model without parameters to train"),
+        ("3\nother = another = lambda: 3", [], "model.py has no function 'build'; it has: other, another"),
+        (CONV, ["--input", "3xtwo"], SHAPE + "'3xtwo'"),
+        (CONV, ["--input", "4x3x9x9"], "model.py: RuntimeError: "),
+        (NET + "raise RuntimeError('not today')", ["--input", "2x4"], "model.py:6: RuntimeError: not today"),
+        (NET + "return x", ["--input", "2x4"], "the model's output has no tensor that depends on its parameters"),
+        ("lambda: nn.Sequential(nn.LazyLinear(4))", [], "model.py:build: 0.weight has no shape yet; call the model"),
+        ("lambda: nn.Linear(4, 4, dtype=torch.complex64)", [], "complex parameters are not supported; train torch."),
+        ("lambda: nn.Linear(4, 4, device='meta')", [], "model.py:build: weight is on the device meta"),
+        ("lambda: nn.ParameterList([torch.empty(0)])", [], "returned a model without parameters to train"),
+        (WORDS, ["--input", "2x4"], "gives random float32 numbers; for other inputs define inputs() in "),
+        (CONV, ["--input", "2x²"], SHAPE + "'2x²'"),
+        (CONV, ["--input", "2x0"], SHAPE + "'2x0'"),
+        (CONV, ["--input", "100000x100000x100000"], TOO_LARGE),
+        (CONV, ["--input", "9" * 26], TOO_LARGE),
+        (CONV, ["--input", "9" * 5000], TOO_LARGE),
+        (CONV, ["--input", "x".join("1" * 99)], TOO_LARGE),
+        ("lambda: nn.Linear(4, 4)\ninputs = lambda: [torch.zeros(2, 4)]", [],
+         "must be Tensor, not list; inputs() returned a list, which is one argument"),
+        ("0\n\ndef build(:\n    pass", [], "model.py:5: SyntaxError: "),
+        ("0\nimport no_such_module", [], "model.py:4: ModuleNotFoundError: "),
     ],
-)
-def test_faults_of_the_users_file_are_one_line_with_their_place(function, more, message, model_file, capsys):
-    assert message in refused(capsys, "doctor", f"{model_file}:{function}", *more)
-
-
-def test_inputs_that_are_a_list_are_one_argument(model_file, capsys):
-    model_file.write_text(MODEL + "\ndef inputs():\n    return [torch.zeros(2, 4)]\n")
-    told = refused(capsys, "doctor", f"{model_file}:dense")
-    assert "must be Tensor, not list; inputs() returned a list, which is one argument" in told
-    model_file.write_text(model_file.read_text() + "\nclass Many(Picky):\n    def forward(self, x):\n        "
-                          "return self.layer(x[0])\n")  # fmt: skip
-    assert call("doctor", f"{model_file}:Many") == 0 and "Time: " in capsys.readouterr().out
+)  # fmt: skip
+def test_faults_of_the_users_file_are_one_line_with_their_place(build, more, message, diagnose, capsys):
+    assert message in refused(capsys, *diagnose(build, *more))
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_doctor_takes_a_layer_without_weights(model_file, capsys):
-    assert call("doctor", f"{model_file}:hollow") == 0 and "parameters train" in capsys.readouterr().out
+def test_doctor_takes_a_layer_without_weights(diagnose, capsys):
+    assert call(*diagnose("lambda: nn.Linear(0, 4)")) == 0 and "parameters train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["a_model.py", "random.py"])
-def test_a_users_file_is_a_module_like_any_other(name, tmp_path, capsys):
+def test_a_users_file_is_a_module_like_any_other(name, diagnose, capsys):
     import random
 
-    (tmp_path / name).write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom torch import nn\n"
-        "@dataclass\nclass Config:\n    width: int = 4\ndef build():\n    return nn.Linear(Config().width, 4)\n"
-    )
-    assert call("doctor", f"{tmp_path / name}:build") == 0
+    code = "lambda: nn.Linear(Config().width, 4)\nfrom dataclasses import dataclass\n@dataclass\nclass Config:\n"
+    assert call(*diagnose(code + "    width: 'int' = 4", name=name)) == 0
     assert "20 parameters train" in capsys.readouterr().out and sys.modules["random"] is random
-
-
-def test_a_file_that_cannot_be_imported_is_told_with_its_line(model_file, capsys):
-    model_file.write_text("import torch\n\ndef build(:\n    pass\n")
-    assert "model.py:3: SyntaxError: " in refused(capsys, "doctor", f"{model_file}:build")
-    model_file.write_text("import torch\nimport no_such_module\n")
-    assert "model.py:2: ModuleNotFoundError: " in refused(capsys, "doctor", f"{model_file}:build")

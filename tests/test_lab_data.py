@@ -17,7 +17,7 @@ from data_files import BATCHES, cifar_batch, idx_bytes, write_cifar, write_idx, 
 from evenstep.lab import data, loader, safe_pickle
 from evenstep.lab.data import loading
 from evenstep.lab.usage import UsageError
-from small_images import small_arrays
+from lab_helpers import small_arrays
 
 
 def test_embedded_images_are_balanced_and_padded():

@@ -22,6 +22,7 @@ from evenstep.lab.experiments.session import finished, images, kept
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term
 from evenstep.lab.usage import UsageError
+from lab_helpers import record, without_seconds
 
 QUICK = Options(quick=True)
 ROOT = Path(__file__).parents[1]
@@ -61,10 +62,6 @@ def test_a_second_run_adds_nothing(quick, name):
     assert again and all(records.dumps(r) in there for r in again)
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.parametrize("name", ["coupling", "shock"])
 def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     path, whole = tmp_path / "records.jsonl", finished(quick / f"{name}.jsonl")
@@ -73,9 +70,9 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     def stop_at_second(*what):
         calls.append(what)
         if len(calls) == 2:
-            raise Stopped
+            raise KeyboardInterrupt
 
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         EXPERIMENTS[name].run(Session(QUICK, path, "cpu", stop_at_second))
     part = finished(path)
     assert 0 < len(part) < len(whole)
@@ -85,11 +82,9 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
         EXPERIMENTS[name].run(Session(QUICK, path))
     now = finished(path)
     assert now[: len(part)] == part and len(now) == len(whole)
-    drop = ("seconds",)
     for one, other in zip(now, whole, strict=True):
         assert one["config"] == other["config"]
-        rows = [[{k: v for k, v in row.items() if k not in drop} for row in r["metrics"]] for r in (one, other)]
-        assert rows[0] == rows[1]
+        assert without_seconds(one["metrics"]) == without_seconds(other["metrics"])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -116,8 +111,8 @@ def of(data, record):
 def test_other_data_of_the_same_name_are_refused_and_older_records_kept(quick, tmp_path, monkeypatch, name):
     path, mine = tmp_path / "records.jsonl", replace(images(QUICK), name="mine")
     *older, last = finished(quick / f"{name}.jsonl")
-    for record in older:
-        records.append(path, of({"data": "mine"}, record))
+    for old in older:
+        records.append(path, of({"data": "mine"}, old))
     before = path.read_bytes()
     monkeypatch.setattr(sessions, "images", lambda *_, **__: mine)
     EXPERIMENTS[name].run(Session(QUICK, path))
@@ -289,12 +284,7 @@ def test_own_batch_moments_are_those_of_a_first_step():
         twin = copy.deepcopy(model)
         one_step(twin, evenstep.WhitenedSGD(twin, lr=0.1), x, y)
         one_step(model, optimizer, x, y)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-
-
-def penalty(params, l2):
-    return 0.5 * l2 * sum((p**2).sum() for p in params if p.dim() > 1)
+        torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 def test_l2_is_a_term_of_the_loss():
@@ -305,19 +295,17 @@ def test_l2_is_a_term_of_the_loss():
     for k in range(3):
         x, y = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
         one_step(model, with_term, x, y)
-        one_step(twin, plain, x, y, penalty(twin.parameters(), 0.25))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        one_step(twin, plain, x, y, 0.25 / 2 * sum((p**2).sum() for p in twin.parameters() if p.dim() > 1))
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     assert torch.equal(model.eval()(x), twin(x))
 
 
 # tuning, with trainings that are made up
 
 
-def made_up(contender, lr, seed, loss, **config):
-    settings = {"options": contender.options, "model_options": {}, "epochs": 4, "data": "none", **config}
-    row = {"epoch": 4, "train_loss": loss, "diverged": loss is None, "test_accuracy": 0.5, "dead_share": 0.0}
-    return {"config": {"method": contender.method, "lr": lr, **settings, "seed": seed}, "seed": seed, "metrics": [row]}
+def made_up(contender, lr, seed, *losses, **config):
+    settings = {"options": contender.options, "model_options": {}, "data": "none", **config}
+    return record(contender.method, lr, losses, seed, **settings)
 
 
 @pytest.mark.parametrize(
@@ -394,13 +382,11 @@ def scaling(small, whole):
 
 
 def l2_run(contender, seed, accuracies, loss=0.5):
-    rows = [
-        {"epoch": k, "train_loss": loss, "diverged": False, "test_accuracy": a, "dead_share": 0.0}
-        for k, a in enumerate(accuracies, start=1)
-    ]
     network = {"l2": contender.l2} if contender.l2 else {}
-    config = {"method": contender.method, "lr": 0.2, "options": contender.options, "model_options": network}
-    return {"config": config, "seed": seed, "metrics": rows}
+    run = made_up(contender, 0.2, seed, *[loss] * len(accuracies), model_options=network)
+    for row, accuracy in zip(run["metrics"], accuracies, strict=True):
+        row["test_accuracy"] = accuracy
+    return run
 
 
 def l2_runs(*penalized, failed=False):

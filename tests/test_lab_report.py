@@ -10,33 +10,24 @@ from xml.etree import ElementTree
 
 import pytest
 
-from evenstep.lab import (
-    comparison,
-    labels,
-    plots,
-    reading,
-    records,
-    report,
-    rerun,
-    summary,
-    tables,
-)
+from evenstep.lab import cli, comparison, labels, plots, reading, records, report, rerun, summary, tables
 from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.data.fashion import FASHION_NAME
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
-from made_up import record
+from lab_helpers import record
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&amp;{{ 7*7 }}$\\frac{"\'`\u2028\ud800\x00'
 
 
 class Page(HTMLParser):
-    """What a browser would find in a page."""
+    """What a browser would find in the report of a folder."""
 
-    def __init__(self, text):
+    def __init__(self, folder):
         super().__init__()
-        self.tags, self.texts = [], []
-        self.feed(text)
+        self.tags, self.texts, self.path = [], [], report.write(folder)
+        self.text = self.path.read_text(encoding="utf-8")
+        self.feed(self.text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
@@ -45,10 +36,11 @@ class Page(HTMLParser):
         self.texts.append(text.strip())
 
 
-def write(folder, *found, name="records.jsonl", extra=()):
+def write(folder, *found, extra=()):
+    """The page of these records and lines."""
     lines = [json.dumps(r) for r in found] + list(extra)
-    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
-    return report.write(folder)
+    (folder / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
+    return Page(folder)
 
 
 def sweep_of(*methods, seeds=(0, 1), **config):
@@ -61,22 +53,16 @@ def sweep_of(*methods, seeds=(0, 1), **config):
     ]
 
 
-def test_page_shows_every_method_with_its_numbers(tmp_path):
-    path = write(tmp_path, *sweep_of("sg", "unitstep"))
-    page = Page(path.read_text(encoding="utf-8"))
-    assert path == tmp_path / "report.html"
+def test_page_shows_every_method_with_its_numbers_and_needs_nothing_from_outside(tmp_path):
+    page = write(tmp_path, *sweep_of("sg", "unitstep"))
+    assert page.path == tmp_path / "report.html"
     for text in ("SGD", "UnitStep", "1.010 ± 0.001", "33.3%", "abc123", "a CPU", "0, 1", "2.9.0, 3.12"):
         assert any(text in shown for shown in page.texts), text
     figures = [a["src"] for tag, a in page.tags if tag == "img"]
     assert len(figures) == 3 and all(src.startswith("data:image/svg+xml;base64,") for src in figures)
-
-
-def test_page_needs_nothing_from_outside(tmp_path):
-    text = write(tmp_path, *sweep_of("sg")).read_text(encoding="utf-8")
-    page = Page(text)
     links = [a[key] for _, a in page.tags for key in ("src", "href") if key in a]
     assert all(link.startswith(("#", "data:", "figures/")) for link in links), links
-    assert {tag for tag, _ in page.tags}.isdisjoint({"iframe", "script"}) and not re.findall(r"https?://", text)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"iframe", "script"}) and not re.findall(r"https?://", page.text)
     policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
 
@@ -84,8 +70,8 @@ def test_page_needs_nothing_from_outside(tmp_path):
 def test_the_same_records_give_the_same_page_and_figures(tmp_path):
     def content(name):
         (tmp_path / name / "x").mkdir(parents=True)
-        path = write(tmp_path / name / "x", *sweep_of("sg"))
-        return path.read_bytes(), [p.read_bytes() for p in sorted((path.parent / "figures").iterdir())]
+        page = write(tmp_path / name / "x", *sweep_of("sg"))
+        return page.text, [p.read_bytes() for p in sorted((page.path.parent / "figures").iterdir())]
 
     assert content("a") == content("b")
 
@@ -94,7 +80,7 @@ def test_hostile_texts_stay_texts(tmp_path):
     hostile = sweep_of(HOSTILE, data=HOSTILE, options={HOSTILE: HOSTILE}, model_options={"{0.__class__}": HOSTILE})
     for run in hostile:
         run |= {"commit": HOSTILE, "environment": {"device": HOSTILE, "torch": HOSTILE}, "time": HOSTILE}
-    page = Page(write(tmp_path, *hostile, extra=[HOSTILE.replace("\ud800", "")]).read_text(encoding="utf-8"))
+    page = write(tmp_path, *hostile, extra=[HOSTILE.replace("\ud800", "")])
     assert "script" not in dict(page.tags) and [tag for tag, _ in page.tags].count("img") == 3
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert any('<script>alert("x")</script>' in text for text in page.texts)
@@ -103,9 +89,8 @@ def test_hostile_texts_stay_texts(tmp_path):
         assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_lines_that_are_no_records_are_reported_and_the_rest_is_shown(tmp_path):
+    lines = [
         "not json",
         '{"config": {"method": "sg", "lr": 0.1}, "metrics": [{"train_lo',
         "[1, 2]",
@@ -115,22 +100,22 @@ def test_hostile_texts_stay_texts(tmp_path):
         "[" * 100_000,
         '{"config": 3}',
         '{"config": {"a": "\udcff"}}',
-    ],
-)
-def test_a_line_that_is_no_record_is_reported_and_the_rest_is_shown(line, tmp_path):
-    write(tmp_path, record("sg", 0.1, [1.0]), extra=[line])
-    found = reading.read(tmp_path)
-    assert len(found.runs) == 1 and len(found.faults) == 1 and "records.jsonl, line 2" in found.faults[0]
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert any("records.jsonl, line 2: not a record" in text for text in page.texts)
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: not a record"):
-        records.read(tmp_path / "records.jsonl")
+    ]
+    page, found = write(tmp_path, record("sg", 0.1, [1.0]), extra=lines), reading.read(tmp_path)
+    assert len(found.runs) == 1
+    for number, (line, fault) in enumerate(zip(lines, found.faults, strict=True), start=2):
+        assert fault.startswith(f"records.jsonl, line {number}: not a record")
+        assert any(f"records.jsonl, line {number}: not a record" in text for text in page.texts)
+        one = tmp_path / "one.jsonl"
+        one.write_text(line, encoding="utf-8", errors="surrogateescape")
+        with pytest.raises(ValueError, match=r"one\.jsonl, line 1: not a record"):
+            records.read(one)
 
 
 def test_evenstep_of_version_0_1_is_unitstep_and_todays_is_itself(tmp_path):
     old = record("evenstep", 0.1, [1.0])
     new, path = {**old, "format": reading.FORMAT}, tmp_path / "records.jsonl"
-    page = Page(write(tmp_path, old, new).read_text(encoding="utf-8"))
+    page = write(tmp_path, old, new)
     assert {"UnitStep", "EvenStep"} <= set(page.texts)
     assert [r["config"]["method"] for r in reading.read(tmp_path).runs] == ["unitstep", "evenstep"]
     assert records.append(path, {**new, "seed": 1}, once=True)["seed"] == 0 and records.make({}, 0, [])["format"] == 2
@@ -142,9 +127,8 @@ def broken(**changes):
     return made | {"config": config} | changes
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_records_of_other_kinds_are_counted(tmp_path):
+    others = [
         broken(metrics=[]),
         broken(metrics=[{"epoch": 1}]),
         broken(metrics=[{"train_loss": "low"}]),
@@ -158,25 +142,18 @@ def broken(**changes):
         broken(config={"options": [1]}),
         broken(seed={"a": 1}),
         {"config": {"name": "an experiment of another kind"}, "metrics": [{"x": 1}]},
-    ],
-)
-def test_records_of_other_kinds_are_counted(other, tmp_path):
-    page = Page(write(tmp_path, record("sg", 0.1, [1.0]), other).read_text(encoding="utf-8"))
-    found = reading.read(tmp_path)
-    assert len(found.runs) == 1 and found.others == {"records.jsonl": 1} and not found.faults
-    assert "records.jsonl: 1" in page.texts
+    ]
+    assert not [other for other in others if reading.is_run(reading.clean(other))]
+    page, found = write(tmp_path, record("sg", 0.1, [1.0]), *others), reading.read(tmp_path)
+    assert len(found.runs) == 1 and found.others == {"records.jsonl": len(others)} and not found.faults
+    assert f"records.jsonl: {len(others)}" in page.texts
 
 
 def test_odd_numbers_in_rows_do_no_harm(tmp_path):
     run = record("sg", 0.1, [2.0, 1.0])
     run["metrics"][0] |= {"test_accuracy": math.nan, "seconds": math.inf, "train_loss": 10**400}
-    assert write(tmp_path, run).exists() and reading.read(tmp_path).runs[0]["metrics"][0]["train_loss"] is None
-
-
-def with_row(**row):
-    run = record("sg", 0.1, [2.0, 1.0])
-    run["metrics"][-1] |= row
-    return run
+    run["metrics"][1] |= {"other": "many"}
+    assert write(tmp_path, run).tags and reading.read(tmp_path).runs[0]["metrics"][0]["train_loss"] is None
 
 
 @pytest.mark.filterwarnings("error")
@@ -194,11 +171,10 @@ def with_row(**row):
         [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
         [record("sg", 0.1, [1.0], model_options=[3])],
         [record("sg", 0.1, [1.0], model_options="wide")],
-        [with_row(other="many")],
     ],
 )
 def test_a_report_is_made_over_any_values(odd, tmp_path):
-    assert write(tmp_path, *odd).exists() and len(list((tmp_path / "figures").iterdir())) == 3
+    assert write(tmp_path, *odd).tags and len(list((tmp_path / "figures").iterdir())) == 3
 
 
 def test_figures_say_what_they_leave_out():
@@ -207,14 +183,8 @@ def test_figures_say_what_they_leave_out():
     assert drawn[0] == "epoch; not drawn: 1 outside 1e-100 to 1e+100" and "not drawn: 2 outside" in drawn[1]
 
 
-def test_what_ended_above_the_first_loss_is_shown_as_diverged(tmp_path):
-    found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])
-    assert tables.tuned(found).rows[0][1] == "diverged"
-    assert tables.tuning(found).rows[0][0] == "–" and found.target is None
-
-
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
-    assert "No run of a method at a stepsize" in report.write(tmp_path).read_text(encoding="utf-8")
+    assert "No run of a method at a stepsize" in Page(tmp_path).text
 
 
 def test_runs_are_compared_only_where_they_can_be():
@@ -258,8 +228,6 @@ def test_the_command_shown_has_the_very_stepsizes():
 
 
 def parsed(line):
-    from evenstep.lab import cli
-
     program, name, *arguments = shlex.split(line)
     assert (program, name) == ("evenstep", "sweep")
     return cli.parse(name, sweep_command.Options, arguments)
@@ -278,7 +246,7 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
     records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1"}, 0, [{}]))
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
-    page = Page(report.write(tmp_path).read_text(encoding="utf-8"))
+    page = Page(tmp_path)
     words = ["held", "did not hold", "undecided"]
     assert [text for text in page.texts if text in words] == words
     assert [a["src"] for tag, a in page.tags if tag == "img"] == ["data:image/svg+xml;base64,PHN2Zy8+"]
@@ -289,19 +257,19 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
 def test_an_experiment_with_odd_numbers_is_left_out_with_a_line(rows, tmp_path):
     for method in fig1.METHODS:
         records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1", "name": method}, 0, rows))
-    assert "fig1 cannot be judged: " in report.write(tmp_path).read_text(encoding="utf-8")
+    assert "fig1 cannot be judged: " in Page(tmp_path).text
 
 
-def test_what_was_not_reached_is_infinite():
+def test_tables_tell_what_diverged_and_was_not_reached():
     found = comparison.compare([*sweep_of("sg"), record("adam", 0.1, [None, None])])
     assert tables.tuned(found).rows[1][1] == "diverged"
     assert tables.timing(found).columns == ["epochs", "steps", "seconds"]
     assert tables.timing(found).rows == [["2", "20", "1.0"], ["∞", "∞", "∞"]]
-
-
-def test_a_stepsize_with_a_seed_that_diverged_says_so():
     found = comparison.compare([record("sg", 0.1, [1.0], 0), record("sg", 0.1, [None], 1)])
     assert tables.tuned(found).rows[0][1] == "1.000 where it did not diverge"
+    found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])  # above the first
+    assert tables.tuned(found).rows[0][1] == "diverged"
+    assert tables.tuning(found).rows[0][0] == "–" and found.target is None
 
 
 def test_what_the_lab_writes_is_a_run():

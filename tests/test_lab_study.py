@@ -1,11 +1,7 @@
 """Processes that share a study share its runs, and take over those of the dead."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ import torch
 from evenstep.lab import records, running, study, sweep, trial
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from small_images import small_arrays
+from lab_helpers import small_arrays, start
 
 pytest.importorskip("optuna")
 
@@ -37,11 +33,8 @@ study.run(url, TRIALS, ARRAYS, Path(out), at_once=int(at_once), on_record=told)
 """
 
 
-def start(url, out, pause=0.0, at_once=1):
-    paths = [str(Path(__file__).parent), str(Path(study.__file__).parents[2])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", CODE, url, str(out), str(pause), str(at_once)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def begin(url, out, pause=0.0, at_once=1):
+    return start("-c", CODE, url, out, pause, at_once, stderr=None)
 
 
 def rates(found):
@@ -73,7 +66,7 @@ def began(monkeypatch):
 )
 def test_two_processes_do_no_run_twice_and_both_get_all_records(url, tmp_path, began):
     url = url.format(tmp_path)
-    processes = [start(url, tmp_path / f"{name}.jsonl", pause=0.1) for name in "ab"]
+    processes = [begin(url, tmp_path / f"{name}.jsonl", pause=0.1) for name in "ab"]
     assert all(process.communicate(timeout=120)[0].count("ran ") == len(TRIALS) for process in processes)
     found = [records.read(tmp_path / f"{name}.jsonl") for name in "ab"]
     assert rates(found[0]) == rates(found[1]) == EVERY
@@ -83,7 +76,7 @@ def test_two_processes_do_no_run_twice_and_both_get_all_records(url, tmp_path, b
 
 def test_a_process_that_was_killed_is_silent_and_its_runs_are_taken_over(tmp_path, began):
     url, said = str(tmp_path / "study.log"), []
-    process = start(url, tmp_path / "a.jsonl", pause=60.0, at_once=8)
+    process = begin(url, tmp_path / "a.jsonl", pause=60.0, at_once=8)
     assert process.stdout.readline().startswith("ran ")
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.lab import comparison, summary, tables
-from made_up import record
+from lab_helpers import record
 
 LOSSES = st.lists(st.floats(0.01, 5.0), min_size=1, max_size=7)
 FINALS = st.one_of(st.none(), st.floats(0.1, 4.0))

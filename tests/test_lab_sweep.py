@@ -2,13 +2,9 @@
 
 import json
 import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from evenstep.lab import comparison, identity, records, sweep
 from evenstep.lab.data import Text, fashion_mnist_subset
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from small_images import small_arrays
+from lab_helpers import small_arrays, start
 
 ARRAYS = small_arrays()
 TRIALS = [Trial("sg", 0.01 * (k + 1), seed=k % 2, epochs=1, batch_size=5) for k in range(4)]
@@ -83,9 +79,8 @@ sweep.sweep(MANY, ARRAYS, Path(sys.argv[1]), at_once=2, on_record=lambda record:
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path, ran):
-    out, paths = tmp_path / "records.jsonl", [str(Path(__file__).parent), str(Path(sweep.__file__).parents[2])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], env=environment)
+    out = tmp_path / "records.jsonl"
+    process = start("-c", KILLED, out, stdout=None, stderr=None)
     deadline = time.monotonic() + 60
     while not (out.exists() and out.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline

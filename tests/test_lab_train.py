@@ -18,42 +18,37 @@ from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from small_images import small_arrays
+from lab_helpers import small_arrays
 
 
 def tiny_model(channels=3):
     return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16 * channels, 8), nn.ReLU(), nn.Linear(8, 10))
 
 
-def trained(*what, **settings):
-    return Training(*what, **settings).finish()
-
-
 def run(one, data):
     return next(sweep.side_by_side([one], data))
 
 
-def test_paper_cnn_is_the_papers():
-    model = paper_cnn(channels=3)
-    shapes = [tuple(p.shape) for p in model.parameters() if p.dim() > 1]
+@pytest.mark.parametrize(
+    ("build", "settings", "outputs"),
+    [
+        (paper_cnn, {}, [6, 16, 120, 84, 10]),
+        (paper_cnn, {"channels": 1, "width": 2}, [12, 32, 240, 168, 10]),
+        (alexnet, {"width": 4, "classes": 7}, [4, 12, 24, 16, 16, 64, 64, 7]),
+        (deep_net, {"batch_norm": True}, [64, 64, 128, 128, 256, 256, 512, 512, 10]),
+    ],
+)
+def test_networks_have_the_layers_of_the_papers(build, settings, outputs):
+    model = build(**{"channels": 3, **settings})
+    assert [p.shape[0] for p in model.parameters() if p.dim() > 1] == outputs
+    assert model(torch.zeros(2, settings.get("channels", 3), 32, 32)).shape == (2, outputs[-1])
+
+
+def test_kernels_of_paper_cnn_and_he_initialization_of_deep_net():
+    shapes = [tuple(p.shape) for p in paper_cnn(channels=3).parameters() if p.dim() > 1]
     assert shapes == [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert paper_cnn(1, width=2)(torch.zeros(2, 1, 32, 32)).shape == (2, 10)
-
-
-def test_alexnet_has_eight_layers():
-    model = alexnet(3, width=4, classes=7)
-    assert [p.shape[0] for p in model.parameters() if p.dim() > 1] == [4, 12, 24, 16, 16, 64, 64, 7]
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-
-
-def test_deep_net_has_nine_layers():
-    model = deep_net(batch_norm=True, he=True)
-    outputs = [p.shape[0] for p in model.parameters() if p.dim() > 1]
-    assert outputs == [64, 64, 128, 128, 256, 256, 512, 512, 10]
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    wide = model[-1].weight
-    assert wide.std().item() == pytest.approx(math.sqrt(2 / 512), rel=0.1) and model[-1].bias.abs().sum() == 0
+    last = deep_net(batch_norm=True, he=True)[-1]
+    assert last.weight.std().item() == pytest.approx(math.sqrt(2 / 512), rel=0.1) and last.bias.abs().sum() == 0
 
 
 @pytest.mark.parametrize("build", [paper_cnn, deep_net])
@@ -70,7 +65,8 @@ def test_training_equals_an_explicit_loop():
     torch.manual_seed(0)
     model, twin = tiny_model(), tiny_model()
     twin.load_state_dict(model.state_dict())
-    rows = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), arrays, epochs=2, batch_size=4, seed=5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = Training(model, sgd, arrays, epochs=2, batch_size=4, seed=5).finish()
 
     generator = torch.Generator().manual_seed(5)
     x = (arrays.train_x.float() - arrays.mean_std[0]) / arrays.mean_std[1]
@@ -98,10 +94,10 @@ def test_the_schedule_is_applied_at_every_step():
 
 
 def test_divergence_ends_training_and_is_marked():
-    arrays, model = small_arrays(), tiny_model()
-    rows = trained(model, torch.optim.SGD(model.parameters(), lr=1e30), arrays, epochs=5, batch_size=2, seed=0)
-    assert rows[-1]["diverged"] and len(rows) < 5
-    assert not any(row["diverged"] for row in rows[:-1])
+    model = tiny_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e30)
+    rows = Training(model, sgd, small_arrays(), epochs=5, batch_size=2, seed=0).finish()
+    assert len(rows) < 5 and [row["diverged"] for row in rows] == [False] * (len(rows) - 1) + [True]
 
 
 def test_evaluation_measures_loss_accuracy_and_dead_units():

@@ -11,7 +11,7 @@ from evenstep.lab.methods import METHODS
 from evenstep.lab.parallel_trials import CapturedStep, round_robin, side_stream
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
-from small_images import small_arrays
+from lab_helpers import small_arrays, without_seconds
 
 ARRAYS = small_arrays(count=20, channels=1)
 
@@ -34,10 +34,6 @@ def alone(one, data=ARRAYS, device="cpu"):
     return next(sweep.side_by_side([one], data, device, 1))
 
 
-def without_seconds(record):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in record["metrics"]]
-
-
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_interleaved_trials_equal_trials_by_themselves_bit_for_bit(at_once):
     trials = [
@@ -47,7 +43,7 @@ def test_interleaved_trials_equal_trials_by_themselves_bit_for_bit(at_once):
     ]
     found = {r["config"]["method"]: r for r in sweep.side_by_side(trials, ARRAYS, "cpu", at_once)}
     for one in trials:
-        assert without_seconds(found[one.method]) == without_seconds(alone(one))
+        assert without_seconds(found[one.method]["metrics"]) == without_seconds(alone(one)["metrics"])
 
 
 def test_seconds_leave_out_the_time_of_other_trials(monkeypatch):

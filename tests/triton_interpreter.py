@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
-from evenstep.model.layer_kinds import Look
+from evenstep.model.layer_kind import Look
 from evenstep.statistics.batch import LayerStatistics
 from evenstep.step.triton import host, tables
 

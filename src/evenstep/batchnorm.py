@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from .model.known_layers import kind_of
+from .model.layers import kind_of
 from .model.survey import join, lookup
 from .options import refusal
 from .parallel.dtensor import sharded
@@ -72,7 +73,7 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
     """
     chosen = choose({path: m for path, m in model.named_modules() if isinstance(m, LAYERS)}, skip)
     pairs, others = batch_norms(model)
-    normed, names = {pair.layer_path: path for path, pair in pairs.items()}, all_names(model)
+    normed, names = {layer: path for path, layer in pairs.items()}, all_names(model)
     reasons = {path: why_no_place(model, path, normed) or why_unfit(m, names) for path, m in chosen.items()}
     refuse("insert_batchnorm: these layers cannot have batch norm; leave them out with skip=", model, reasons)
     if others:
@@ -111,43 +112,32 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
             "ConvTranspose or Linear, inserted by insert_batchnorm or in an nn.Sequential; got "
             f"[{listed([*pairs, *others])}]. The model is unchanged. {TORCH_FOLDS}"
         )
-    reasons = why_unfolded(pairs, all_names(model))
-    refuse("fold_batchnorm: these batch norms cannot be folded", model, reasons)
+    refuse("fold_batchnorm: these batch norms cannot be folded", model, why_unfolded(model, pairs))
     if others:
         warnings.warn(
             f"fold_batchnorm: left {listed(others)} alone: not directly behind a Conv, ConvTranspose or Linear in an "
             f"nn.Sequential. {TORCH_FOLDS}",
             stacklevel=2,
         )
-    for path, pair in pairs.items():
-        absorb(pair.layer, pair.bn)
-        if isinstance(pair.parent, BatchNormed):
-            model.set_submodule(pair.parent_path, pair.layer)
+    for path, layer_path in pairs.items():
+        layer, bn, (parent, _, _) = model.get_submodule(layer_path), model.get_submodule(path), path.rpartition(".")
+        absorb(layer, bn)
+        if isinstance(model.get_submodule(parent), BatchNormed):
+            model.set_submodule(parent, layer)
         else:
-            model.set_submodule(path, nn.Identity().train(pair.bn.training))
+            model.set_submodule(path, nn.Identity().train(bn.training))
     return model
 
 
-class Pair(NamedTuple):
-    """A layer and the batch norm directly behind it in `parent`, a BatchNormed or an nn.Sequential."""
-
-    layer_path: str
-    layer: nn.Module
-    bn: _BatchNorm
-    parent_path: str
-    parent: nn.Module
-
-
-def batch_norms(model: nn.Module) -> tuple[dict[str, Pair], list[str]]:
-    """Each batch norm that can only follow one layer, by path, and the paths of the others."""
-    pairs: dict[str, Pair] = {}
+def batch_norms(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """The layer that each batch norm directly follows, by their paths, and the paths of all other batch norms."""
+    pairs: dict[str, str] = {}
     for path, parent in model.named_modules():
         if type(parent).forward in (nn.Sequential.forward, BatchNormed.forward):
             for (before, layer), (after, bn) in pairwise(parent._modules.items()):
                 if isinstance(layer, LAYERS) and isinstance(bn, _BatchNorm):
-                    pairs[join(path, after)] = Pair(join(path, before), layer, bn, path, parent)
-    known = {pair.bn for pair in pairs.values()}
-    return pairs, [path for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m not in known]
+                    pairs[join(path, after)] = join(path, before)
+    return pairs, [path for path, m in model.named_modules() if isinstance(m, _BatchNorm) and path not in pairs]
 
 
 def choose(layers: Mapping[str, nn.Module], skip: Sequence[str]) -> dict[str, nn.Module]:
@@ -184,15 +174,16 @@ def why_no_place(model: nn.Module, path: str, normed: Mapping[str, str]) -> str 
     return None if native in CONTAINERS else f"belongs to an nn.{native.__name__}, which does not call it"
 
 
-def why_unfolded(pairs: Mapping[str, Pair], names: Mapping[int, list[str]]) -> dict[str, str | None]:
+def why_unfolded(model: nn.Module, pairs: Mapping[str, str]) -> dict[str, str | None]:
     """For each module of a pair, by path, why it cannot be folded; None if it can."""
     reasons: dict[str, str | None] = {}
-    modes = {pair.bn.training for pair in pairs.values()}
-    for path, (layer_path, layer, bn, parent_path, parent) in pairs.items():
-        if isinstance(parent, BatchNormed):
-            reasons[parent_path] = why_not_alone(parent, names)
+    names, modes = all_names(model), {model.get_submodule(path).training for path in pairs}
+    for path, layer_path in pairs.items():
+        layer, bn, (parent, _, _) = model.get_submodule(layer_path), model.get_submodule(path), path.rpartition(".")
+        if isinstance(model.get_submodule(parent), BatchNormed):
+            reasons[parent] = why_not_alone(model.get_submodule(parent), names)
         unfit = reasons[layer_path] = why_unfit(layer, names)
-        reasons[path] = why_unfixed(bn) or why_not_alone(bn, names) or (None if unfit else why_mismatched(layer, bn))
+        reasons[path] = why_unfixed(bn, None if unfit else norm_for(layer)) or why_not_alone(bn, names)
         if not reasons[path] and len(modes) > 1:
             mode = "training" if bn.training else "eval"
             reasons[path] = f"is in {mode} mode, others are not; call model.eval() or model.train() first"
@@ -229,8 +220,9 @@ def why_not_alone(module: nn.Module, names: Mapping[int, list[str]]) -> str | No
     return None
 
 
-def why_unfixed(bn: _BatchNorm) -> str | None:
-    """Why batch norm is not a known scale and shift in eval mode; None if it is."""
+def why_unfixed(bn: nn.Module, fitting: _BatchNorm | None) -> str | None:
+    """Why batch norm is not a known scale and shift of units in eval mode, as one that is `fitting`; None if it is."""
+    assert isinstance(bn, _BatchNorm)
     if type(bn).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return "has a forward of its own"
     if bn.running_mean is None or bn.running_var is None:
@@ -239,13 +231,9 @@ def why_unfixed(bn: _BatchNorm) -> str | None:
         return "has seen no batch yet, so its statistics mean nothing; train first"
     if not (bn.running_mean.isfinite().all() and bn.running_var.isfinite().all()):
         return "has running statistics that are not finite"
-    return None
-
-
-def why_mismatched(layer: nn.Module, bn: _BatchNorm) -> str | None:
-    """Why batch norm does not act on the units of a layer; None if it does."""
-    fitting = norm_for(layer)
-    if isinstance(bn, (type(fitting), nn.SyncBatchNorm)) and bn.num_features == fitting.num_features:
+    if fitting is None or (
+        isinstance(bn, (type(fitting), nn.SyncBatchNorm)) and bn.num_features == fitting.num_features
+    ):
         return None
     needed = f"{type(fitting).__name__}({fitting.num_features})"
     return f"has {bn.num_features} features; the layer before it needs {needed}"
@@ -274,19 +262,19 @@ def norm_for(layer: nn.Module) -> _BatchNorm:
 
 
 @torch.no_grad()
-def absorb(layer: nn.Module, bn: _BatchNorm) -> None:
+def absorb(layer: nn.Module, bn: nn.Module) -> None:
     """Fold `bn`, as it is in eval mode, into the parameters of `layer`; arithmetic is in float32 or better."""
     kind, weight, bias = kind_of(layer), layer.get_parameter("weight"), lookup(layer, "bias")
-    assert kind is not None and bn.running_mean is not None and bn.running_var is not None
+    assert (
+        kind is not None and isinstance(bn, _BatchNorm) and bn.running_mean is not None and bn.running_var is not None
+    )
     wide = torch.promote_types(torch.promote_types(weight.dtype, bn.running_var.dtype), torch.float32)
-    scale = (bn.running_var.to(wide) + bn.eps).rsqrt()
-    if bn.weight is not None:
-        scale = scale * bn.weight
-    shift = -bn.running_mean.to(wide) if bias is None else bias - bn.running_mean.to(wide)
-    shift = shift * scale if bn.bias is None else shift * scale + bn.bias
-    matrix = kind.matrix(layer, weight.to(wide))
-    weight.copy_(kind.unmatrix(layer, matrix * scale.view(*matrix.shape[:2], 1, 1), weight))
+    mean, var = bn.running_mean.to(wide), bn.running_var.to(wide)
+    b, scale, shift = (None if t is None else t.to(wide) for t in (bias, bn.weight, bn.bias))
+    matrix = kind.matrix(layer, weight.to(wide))  # [group, unit, input, kernel]; torch wants all units in one dimension
+    fused, fused_bias = fuse_conv_bn_weights(matrix.flatten(0, 1), b, mean, var, bn.eps, scale, shift)
+    weight.copy_(kind.unmatrix(layer, fused.reshape(matrix.shape), weight))
     if bias is None:
-        layer.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
+        layer.bias = nn.Parameter(fused_bias.to(weight.dtype), requires_grad=weight.requires_grad)
     else:
-        bias.copy_(shift)
+        bias.copy_(fused_bias)

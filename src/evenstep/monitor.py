@@ -16,7 +16,7 @@ from .coordinates.coordinates import Statistics
 from .math.moments import batch_moments, usable
 from .statistics.batch import LayerStatistics
 from .step.block import Block
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 # of each layer; of the network, the mean over all "inputs" or "units", or the layer's value where this is largest
 COLUMNS: dict[str, str | Callable[[float], float]] = {

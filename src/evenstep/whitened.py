@@ -14,8 +14,9 @@ from .options import explained
 from .rules import torch_rule as proxies
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
+from .step.block import Block
 from .step.plan import Plan
-from .torch_optimizer.coordinate_optimizer import CoordinateOptimizer
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
 
@@ -35,6 +36,7 @@ class Whitened(CoordinateOptimizer):
     """
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
+    rule: TorchRule
     _reads_device = True
     _copied = ("_base", "_plain", "rule")
 
@@ -86,6 +88,12 @@ class Whitened(CoordinateOptimizer):
         super().__setstate__(state)
         for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
             rule.mend(self.state, self.param_groups)
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """Which parameters the second rule moves, if there is one."""
+        rules = self.rule.rules_of(block)
+        moved_by = {id(p): rule for p, rule in zip(block.parameters, rules, strict=False)}.get(id(p), rules[0])
+        return "" if moved_by is self._base else f"moved by {moved_by.name}"
 
     def _writer(self) -> str:
         return f"{super()._writer()}({self._base.name})"

@@ -67,26 +67,27 @@ def bounds_steps(settings: Mapping[str, Any]) -> bool:
     return settings.get("trust") is not None
 
 
-def cannot_fire(largest2: float, radius: float, linear: bool) -> bool:
+def cannot_fire(largest2: float, settings: Mapping[str, Any], linear: bool) -> bool:
     """Whether no unit can be held back, by the largest squared relative step of all; rounding allowed for."""
-    return largest2 < 0.99 * (radius if linear else LEAST * radius) ** 2
+    least: float = settings["trust"] * (1 if linear else LEAST)
+    return largest2 < 0.99 * least * least
 
 
 def trust_factor(
-    unit2: Tensor, step2: Tensor, radius: float | Tensor, typical2: Tensor | None = None
+    unit2: Tensor, step2: Tensor, settings: Mapping[str, Any], typical2: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """min(1, c_j ‖u_j‖/‖δu_j‖) for each unit, and which units were held back; `unit2` is at least TRUST_FLOOR².
 
-    c_j is `radius`. With the layer's typical squared relative step it is at most CROWD times the root of that, but at
-    least LEAST times `radius`: a rule that normalizes takes the same absolute step on a unit that has shrunk, which
-    would then grow by the whole radius in every step.
+    c_j is the setting `trust`. With the layer's typical squared relative step it is at most CROWD times the root of
+    that, but at least LEAST times `trust`: a rule that normalizes takes the same absolute step on a unit that has
+    shrunk, which would then grow by the whole radius in every step.
 
-    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1)
+    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), {"trust": 0.1})
     (tensor([0.2000, 1.0000]), tensor([ True, False]))
-    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), radius=0.1, typical2=torch.tensor(1e-4))
+    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), {"trust": 0.1}, typical2=torch.tensor(1e-4))
     (tensor([1.0000, 0.5000]), tensor([False,  True]))
     """
-    most2 = radius * radius
+    most2 = settings["trust"] ** 2
     bound2 = most2 * unit2
     if typical2 is not None:  # NaN where no unit of the layer moves
         crowd2 = (CROWD * CROWD * typical2).clamp(min=most2 * (LEAST * LEAST))

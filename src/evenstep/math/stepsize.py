@@ -46,18 +46,6 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
-    """Σ of squares over each unit's block (w_0j … w_nj), from a matrix [unit, column].
-
-    Biases are [bias, unit]: a unit of tied weights has several.
-
-    >>> unit_square(torch.ones(2, 3), torch.ones(1, 2))
-    tensor([4., 4.])
-    """
-    square = torch.linalg.vector_norm(weight_grad, dim=-1).square()
-    return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-2)
-
-
 def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """A unit's squared gradient: the larger of running mean and newest, plus a share of the layer's mean.
 

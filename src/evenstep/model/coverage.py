@@ -1,12 +1,12 @@
 """The table of `opt.coverage()`: how each parameter is treated, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .known_layers import kind_of, of_class
+from .layers import kind_of, of_class
 from .survey import Entry, join, lookup
 
 if TYPE_CHECKING:
@@ -53,20 +53,18 @@ def coverage_of(
     entries: Sequence[Entry],
     left_out: Mapping[int, str],
     state: Mapping[Tensor, dict[str, Any]],
+    remark: "Callable[[Block, Tensor], str]",
 ) -> Coverage:
     """One row per parameter of `groups`, in their order.
 
     `left_out` has the reasons, by id, for parameters of known layers that are in no entry. `state` is the optimizer's,
-    to find layers that have moved without statistics.
+    to find layers that have moved without statistics. `remark` is what the optimizer adds.
     """
     owners: dict[int, tuple[str, nn.Module]] = {}  # the first name of each parameter, and the module that has it
     for path, module in () if model is None else model.named_modules():
         for name, p in module._parameters.items():
             owners.setdefault(id(p), (join(path, name), module))
-    reasons = dict(left_out)
-    for entry in entries:
-        if unfit := entry.unfit:
-            reasons |= {id(p): unfit for p in [entry.weight, *entry.biases] if p is not None}
+    unfit = {id(p): entry.unfit for entry in entries for p in [entry.weight, *entry.biases] if p is not None}
     of_block = {id(p): block for block in blocks for p in block.parameters}
     table = Coverage()
     for group in groups:
@@ -74,19 +72,23 @@ def coverage_of(
         for name, p in zip(names, group["params"], strict=True):
             name, owner = owners.get(id(p), (name, None))
             block = of_block.get(id(p))
-            treatment, reason = "frozen", "requires_grad is False"
-            if block is not None and block.entry is not None:
-                blind = unseen_so_far(state.get(block.weight, {}))
-                treatment, reason = "fan-in" if blind else block.treatment, why_treated(block, block.entry, blind)
-            elif block is not None:
-                treatment = block.treatment
-                reason = reasons.get(id(p)) or why_plain(owner, name.rpartition(".")[2])
-            table.append(Row(name, "" if owner is None else type(owner).__name__, treatment, reason))
+            treatment, reasons = "frozen", ["requires_grad is False"]
+            if block is not None:
+                blind = block.entry is not None and unseen_so_far(state.get(block.weight, {}))
+                treatment = "fan-in" if blind else block.treatment
+                reasons = [remark(block, p)]
+                if block.entry is not None:
+                    reasons += why_treated(block, block.entry, blind)
+                else:
+                    why = unfit.get(id(p)) or left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2])
+                    reasons.append(why)
+            kind = "" if owner is None else type(owner).__name__
+            table.append(Row(name, kind, treatment, "; ".join(filter(None, reasons))))
     return table
 
 
-def why_treated(block: "Block", entry: Entry, blind: bool) -> str:
-    """What is special about a layer's treatment; empty if nothing. `blind`: it moved, and no input was ever seen."""
+def why_treated(block: "Block", entry: Entry, blind: bool) -> list[str]:
+    """What is special about a layer's treatment. `blind`: it moved, and no input was ever seen."""
     reasons = []
     if block.alone:
         reasons.append("moves without its weight")
@@ -103,7 +105,7 @@ def why_treated(block: "Block", entry: Entry, blind: bool) -> str:
         reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
     if entry.batch_dim == 1 and block.treatment != "plain":
         reasons.append("sequences taken as [time, batch, feature]")
-    return "; ".join(reasons)
+    return reasons
 
 
 def unseen_so_far(state: Mapping[str, Any]) -> bool:

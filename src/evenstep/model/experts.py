@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layer_kinds import Args, Kwargs, LayerKind, Looks, Slot
+from .layer_kind import Args, Kwargs, LayerKind, Looks, Slot
 
 INDICES = {"top_k_index", "router_indices"}  # what Transformers calls the experts chosen for each token
 
@@ -30,17 +30,9 @@ class ExpertsKind(LayerKind):
             Slot("down_proj", "down_proj_bias", input_visible=False, output_visible=False),
         ]
 
-    def groups(self, module: nn.Module) -> int:
-        """One group per expert."""
-        return module.get_parameter("down_proj").shape[0]
-
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """[expert, unit, input], or [expert, input, unit] where transposed → [group, unit, input, 1]."""
         return (weight.mT if transposed(module) else weight).unsqueeze(-1)
-
-    def unmatrix(self, module: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
-        """Back to [expert, unit, input] or [expert, input, unit]."""
-        return matrix.squeeze(-1).mT if transposed(module) else matrix.squeeze(-1)
 
     def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts as a Linear's on the same tokens (S is that of the layers around), and each expert's moments."""
@@ -48,7 +40,7 @@ class ExpertsKind(LayerKind):
         (counts,) = super().look(module, (x,), {}, output, batch_dim)
         assert counts is not None
         indices = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_floating_point())
-        rows = two_rows(x.detach(), indices, self.groups(module))
+        rows = two_rows(x.detach(), indices, len(module.get_parameter("down_proj")))
         return [counts._replace(x=rows, dim=1), counts._replace(x=None)]
 
 

@@ -1,24 +1,28 @@
 """Which parameters of a model belong to which layer: its weights, each with every place that uses it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel import dtensor as shards
-from .known_layers import batch_second, check_layout, kind_of
-from .layer_kinds import LayerKind, Slot
+from ..parallel import dtensor
+from .layer_kind import LayerKind, Slot
+from .layers import batch_second, check_layout, kind_of
 
 
 @dataclass(eq=False)
 class Entry:
-    """One weight of the model and every place that uses it: several where weights are tied."""
+    """One weight of the model and every place that uses it: several where weights are tied.
+
+    `layout` is the whole weight as [group, unit, input, kernel], without data.
+    """
 
     kind: LayerKind
     slot: Slot
+    layout: Tensor
     batch_dim: int
-    places: list[tuple[str, nn.Module]] = field(default_factory=list)
+    places: list[tuple[str, nn.Module]]
 
     @property
     def path(self) -> str:
@@ -26,25 +30,24 @@ class Entry:
         return self.places[0][0]
 
     @property
-    def name(self) -> str:
-        """The name of the weight at its first place; unique in the model."""
-        return f"{self.path}.{self.slot.weight}"
-
-    @property
-    def label(self) -> str:
-        """The path of the layer, or the name of its weight where a layer has several, as an attention has."""
-        return self.path if len(self.kind.slots(self.module)) == 1 else join(self.path, self.slot.weight)
-
-    @property
     def module(self) -> nn.Module:
         """The module of its first place."""
         return self.places[0][1]
 
     @property
+    def name(self) -> str:
+        """The name of the weight at its first place; unique in the model."""
+        return join(self.path, self.slot.weight)
+
+    @property
+    def label(self) -> str:
+        """The path of the layer, or the name of its weight where a layer has several, as an attention has."""
+        return self.path if len(self.kind.slots(self.module)) == 1 else self.name
+
+    @property
     def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
         """The dict of parameters that contains the weight, and its key there."""
-        owner, _, last = self.slot.weight.rpartition(".")
-        return self.module.get_submodule(owner)._parameters, last
+        return home(self.module, self.slot.weight)
 
     @property
     def weight(self) -> Tensor:
@@ -58,34 +61,29 @@ class Entry:
         return weight
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole weight as [group, unit, input, kernel]."""
-        return self._layout(self.weight).shape
-
-    def _layout(self, weight: Tensor) -> Tensor:
-        return self.kind.matrix(self.module, torch.empty(weight.shape, device="meta"))
+    def biases(self) -> list[Tensor | None]:
+        """The distinct biases of all places; None stands for a place without one."""
+        biases = [lookup(module, self.slot.bias) for _, module in self.places]
+        return list({id(b): b for b in biases}.values())
 
     @property
     def unfit(self) -> str | None:
         """Why the way in which ranks share the parameters rules out coordinates for the layer; None if it does not."""
-        weight, biases = self.weight, self.biases
-        if not any(shards.sharded(p) for p in [weight, *biases]):
-            return None
-        return shards.why_unfit(weight, self._layout(weight), biases)
+        return dtensor.why_unfit(self.weight, self.layout, self.biases)
 
-    @property
-    def biases(self) -> list[Tensor | None]:
-        """The distinct biases of all places; None stands for a place without one."""
-        biases = [lookup(module, self.slot.bias) for _, module in self.places]
-        return [b for k, b in enumerate(biases) if not any(b is other for other in biases[:k])]
+
+def home(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+    """The dict that contains the parameter `name` of `module` (dots allowed), and its key there."""
+    owner, _, last = name.rpartition(".")
+    return module.get_submodule(owner)._parameters, last
 
 
 def lookup(module: nn.Module, name: str | None) -> Tensor | None:
     """The parameter `name` of `module` (dots allowed); None if it has none, or computes it from others."""
     if name is None:
         return None
-    owner, _, last = name.rpartition(".")
-    return module.get_submodule(owner)._parameters.get(last)
+    parameters, key = home(module, name)
+    return parameters.get(key)
 
 
 def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tuple[list[Entry], dict[int, str]]:
@@ -95,30 +93,28 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     """
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
-    second = any(batch_second(module) for module in model.modules())
-    layouts = {join(path, slot.weight): (kind, kind.groups(m)) for path, m, kind, slot in slots(model)}
+    found = list(layers_of(model))
+    layouts = {entry.name: (entry.kind, entry.layout.shape) for entry in found}
     users: dict[int, Users] = {}
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             users.setdefault(id(p), {})[join(path, name)] = path, module
-    for path, module, kind, slot in slots(model):
-        weight, bias = lookup(module, slot.weight), lookup(module, slot.bias)
-        if weight is None:
-            continue
-        unwanted = None if bias is None or slot.bias is None else wanted(join(path, slot.bias), bias)
-        excluded, sharing = wanted(join(path, slot.weight), weight), users[id(weight)]
-        if excluded or any(layouts.get(name) != (kind, kind.groups(module)) for name in sharing):
+    for entry in found:
+        weight, bias, path, module = entry.weight, entry.biases[0], entry.path, entry.module
+        unwanted = None if bias is None or entry.slot.bias is None else wanted(join(path, entry.slot.bias), bias)
+        excluded, sharing = wanted(entry.name, weight), users[id(weight)]
+        if excluded or any(layouts.get(name) != layouts[entry.name] for name in sharing):
             first = next(iter(sharing.values()))[1]  # under whose name coverage() lists it
             reasons[id(weight)] = excluded or shared_with(sharing, first)
             if bias is not None:
                 reasons[id(bias)] = unwanted or f"its weight is {excluded or shared_with(sharing, module)}"
             continue
-        check_layout(path, module, kind, weight)
-        entry = entries.setdefault(id(weight), Entry(kind, slot, int(second)))
-        entry.places.append((path, module))
+        check_layout(path, module, entry.kind, weight)
+        if (tied := entries.setdefault(id(weight), entry)) is not entry:
+            tied.places += entry.places
         if unwanted:
             reasons[id(bias)] = unwanted
-            entry.slot = slot._replace(bias=None)
+            tied.slot = tied.slot._replace(bias=None)
     return list(entries.values()), reasons
 
 
@@ -131,15 +127,19 @@ def shared_with(users: Users, owner: nn.Module) -> str:
     return "shared with " + (", ".join(others) or "another parameter of its module")
 
 
-def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind, Slot]]:
-    """Every slot of every known layer; modules inside a layer, such as an attention's out_proj, belong to it."""
+def layers_of(model: nn.Module) -> Iterator[Entry]:
+    """An entry for each place of each weight; modules inside a layer, such as an attention's out_proj, belong to it."""
+    batch_dim = int(any(batch_second(module) for module in model.modules()))
     inner: set[nn.Module] = set()
     for path, module in model.named_modules():
         kind = kind_of(module)
         if kind is not None and module not in inner:
             inner.update(module.modules())
             for slot in kind.slots(module):
-                yield path, module, kind, slot
+                weight = lookup(module, slot.weight)
+                if weight is not None and not isinstance(weight, nn.parameter.UninitializedParameter):
+                    layout = kind.matrix(module, torch.empty(weight.shape, device="meta"))
+                    yield Entry(kind, slot, layout, batch_dim, [(path, module)])
 
 
 def join(path: str, name: str) -> str:

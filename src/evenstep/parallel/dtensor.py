@@ -89,10 +89,12 @@ def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
 
 
 def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -> str | None:
-    """Why a sharded layer cannot move in its coordinates; None if it can.
+    """Why a sharded layer cannot move in its coordinates; None if it can, or is not sharded.
 
     `matrix` is the whole weight in the core's layout, without data: a view in order has its units as rows.
     """
+    if not any(sharded(p) for p in [weight, *biases]):
+        return None
     if groups_along(weight, rows=False):
         return "its weight is sharded along its inputs"
     if not matrix.is_contiguous() or matrix.shape[:2].numel() != weight.shape[0]:

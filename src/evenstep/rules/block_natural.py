@@ -40,13 +40,13 @@ class BlockNaturalRule(Rule):
 
     def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
         """Add up the squares of the whole network first, where they are the denominator."""
-        whole = [step.units.total(step.unit_square(step.on_v)).sum() for step in steps if self.block == "network"]
+        whole = [step.units.total(step.unit_square()).sum() for step in steps if self.block == "network"]
         for step in steps:
             if self.block == "weight":
                 on_v = self._by_weight(step, ok)
             else:
                 home = step.on_v.weights[0].device
-                square = torch.stack([w.to(home) for w in whole]).sum() if whole else step.unit_square(step.on_v)
+                square = torch.stack([w.to(home) for w in whole]).sum() if whole else step.unit_square()
                 on_v = self._by_unit(step, square, ok)
             step.direction = Direction(*heavy_ball(step, on_v, ok))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
-from ..math import guards, stepsize
+from ..math import guards
 from ..math.change_of_variables import Scales, response
 from ..parallel import dtensor
 
@@ -87,7 +87,8 @@ class RuleStep:
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
         self.on_v, self.scales = OnV([], None), list[Scales]()
-        self.length2: Tensor | None = None  # of each unit, once it is known in this step
+        self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
+        self.length2: Tensor | None = None  # of each unit, likewise
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
@@ -123,12 +124,15 @@ class RuleStep:
         """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
         return torch.split(flat.unsqueeze(1), self.units.sizes)
 
-    def unit_square(self, on_v: OnV) -> Tensor:
-        """Σ of squares over each unit, its bias included."""
-        square = pack([stepsize.unit_square(w, None) for w in on_v.weights])
-        if on_v.biases is not None:
-            square = square + (on_v.biases * on_v.biases).sum(0)
-        return self.whole_units(square)
+    def unit_square(self) -> Tensor:
+        """Σ of squares of the gradient on v over each unit, its bias included."""
+        if self.square is None:
+            weights, biases = self.on_v
+            square = pack([torch.linalg.vector_norm(w, dim=1) for w in weights]).square()
+            if biases is not None:
+                square = torch.addcmul(square, biases[0], biases[0]) if len(biases) == 1 else square + biases.square().sum(0)
+            self.square = self.whole_units(square)
+        return self.square
 
     def unit_length2(self) -> Tensor:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
@@ -153,10 +157,6 @@ class RuleStep:
         return dtensor.reduced(sums, self.split_units) if self.split_units else sums
 
     # for rules that move parameters, as torch's do
-
-    def column_scales(self) -> list[Tensor | None]:
-        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
-        raise NotImplementedError
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v."""

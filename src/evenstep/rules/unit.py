@@ -22,7 +22,7 @@ class UnitRule(Rule):
     def direction(self, step: RuleStep, ok: Tensor | None) -> Direction:
         """The direction, and the scale of each unit."""
         on_v = step.on_v
-        square = step.unit_square(on_v)
+        square = step.unit_square()
         average = running_square(step, square, ok)
         ahead = look_ahead(step, on_v, heavy_ball(step, on_v, ok))
         in_layer = step.blocks[0].entry is not None
@@ -40,10 +40,11 @@ def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_lay
     """Eq. 11's expectation: the running mean of `square`, this one included; bias-corrected unless told not to be."""
     average, mass, decay = step.read("square"), step.read("square_mass"), step.group["decay"]
     corrected = step.group.get("bias_correction", True)
-    k, _ = gain(mass if corrected else torch.ones_like(mass), decay)
+    k, after = gain(mass, decay)
+    k = k if corrected else torch.full_like(k, 1 - decay)
     average = torch.lerp(average, square.expand(average.shape), k if per_layer else step.units.widen(k))
     step.write("square", average, ok)
-    step.write("square_mass", gain(mass, decay)[1], ok)
+    step.write("square_mass", after, ok)
     return average
 
 

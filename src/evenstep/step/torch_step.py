@@ -37,6 +37,7 @@ class TorchStep(RuleStep):
         super().__init__(blocks, state, widest(blocks, self.stages, state))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
+        self.none = self.one.new_zeros(len(blocks))
         needs = self.coordinates.needs
         self.layers = Layers(
             Segments([s.inputs if needs >= Statistics.INPUTS else 0 for s in self.stages], self.device),
@@ -65,9 +66,8 @@ class TorchStep(RuleStep):
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
-        self.packed = Scales()
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.scales, self.length2 = [], None
+        self.packed, self.scales, self.square, self.length2 = Scales(), [], None, None
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
@@ -92,6 +92,8 @@ class TorchStep(RuleStep):
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
+        if self.on_host() and isfinite(self.unit_square().sum().item()):  # which many rules need anyway
+            return torch.ones((), dtype=torch.bool)
         return all_finite([gradient(p) for p in self.parameters])
 
     def _batch(self) -> Batch:
@@ -178,7 +180,7 @@ class TorchStep(RuleStep):
             biases = biases - gain * along
         own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
         gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
-        steps = foreach.mul_(steps, gains) if own else [s * g for s, g in zip(steps, gains, strict=True)]
+        steps = [s.mul_(g) if own else s * g for s, g in zip(steps, gains, strict=True)]
         self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
     def _scaled(self, biases: Tensor | None, scale: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -203,9 +205,9 @@ class TorchStep(RuleStep):
 
     def _trust(self, steps: list[Tensor], along: Tensor | None, gain: Any, biases: Tensor | None) -> Tensor | None:
         """The factor that holds each unit to its trust radius; what the guards did is counted."""
-        radius, none = self.group["trust"], self.one.new_zeros(len(self.blocks))
+        none = self.none
         raised = none if self.packed.raised is None else self.packed.raised
-        if radius is None:
+        if not guards.bounds_steps(self.group):
             if self.group.get("fresh_max") is not None:
                 self._count(raised, none, none)
             return None
@@ -218,19 +220,19 @@ class TorchStep(RuleStep):
         unit2 = self.unit_length2().clamp(min=guards.TRUST_FLOOR**2)
         relative2 = step2 / unit2
         largest2 = self.units.most(relative2)
-        if self.on_host() and guards.cannot_fire(largest2.max().item(), radius, self.rule.linear):
+        if self.on_host() and guards.cannot_fire(largest2.max().item(), self.group, self.rule.linear):
             self._count(raised, none, largest2.sqrt())
             return None
         typical2 = None if self.rule.linear else guards.typical(relative2, self.units)
-        factor, over = guards.trust_factor(unit2, step2, radius, typical2)
+        factor, over = guards.trust_factor(unit2, step2, self.group, typical2)
         self._count(raised, self.units.total(over.to(factor.dtype)), largest2.sqrt())
         return factor
 
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
         foreach.copy_([s.last for s in self.stages], torch.stack([raised, held, largest], 1).unbind())
-        fired = torch.stack([raised, held, self.one.expand(len(self.stages))], 1)
-        foreach.add_([s.fired for s in self.stages], fired.to(torch.float32).unbind())
+        fired = torch.stack([raised, held, self.none + 1], 1)
+        foreach.add_([s.fired for s in self.stages], fired.unbind())
 
     def _displace(self, steps: list[Tensor], ok: Tensor | None) -> None:
         """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so.
@@ -257,9 +259,10 @@ class TorchStep(RuleStep):
         for name, value in after.items():
             self.write(name, value, None)
         if "mx" in after:
-            started = self.layers.inputs.widen(after["mass"] > 0)
-            centres = torch.split(torch.where(started, after["mx"], torch.nan), self.layers.inputs.sizes)
-            recentre(self.stages, centres)
+            centre = after["mx"]
+            if not self.batch.settled:  # some layers may have no moments yet
+                centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
+            recentre(self.stages, torch.split(centre, self.layers.inputs.sizes))
         self._release()
 
 

@@ -10,21 +10,21 @@ attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 def claim(optimizer: Any) -> str | None:
     """Record that `optimizer` is attached; a warning if another attached optimizer trains some of its parameters."""
     attached.add(optimizer)
-    ours = trained(optimizer)
-
-    def rivals() -> list[Any]:
-        return [other for other in attached if other is not optimizer and ours & trained(other)]
-
-    if rivals():
+    if rivals(optimizer):
         gc.collect()  # a scheduler and its optimizer refer to each other, so a deleted one may still be waiting
-    for rival in rivals():
-        name = type(rival).__name__
+    for name, shared in rivals(optimizer):
         return (
-            f"{len(ours & trained(rival))} of its {len(ours)} parameters are also trained by another optimizer, a "
-            f"{name} that is still attached to their model, so each would be moved twice; if that {name} is no longer "
-            "used, call its detach(), else give each optimizer its own parameters."
+            f"{shared} of its {len(trained(optimizer))} parameters are also trained by another optimizer ({name}) that "
+            f"is still attached to their model, so each would be moved twice. If that {name} is no longer used, call "
+            "its detach(); else give each optimizer its own parameters."
         )
     return None
+
+
+def rivals(optimizer: Any) -> list[tuple[str, int]]:
+    """The class of each other optimizer, and how many of `optimizer`'s parameters it trains."""
+    shared = [(type(other).__name__, len(trained(optimizer) & trained(other))) for other in attached - {optimizer}]
+    return [(name, count) for name, count in shared if count]
 
 
 def trained(optimizer: Any) -> set[int]:

@@ -1,5 +1,6 @@
 """What torch.optim expects of an optimizer, except `step()`: groups, copies, checkpoints; and the model with hooks."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -25,6 +26,7 @@ from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
 from .two_optimizers import attached, claim
 
+INSIDE = "evenstep", "torch", "contextlib"  # packages through which a user's call comes here
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."
 
 
@@ -41,11 +43,9 @@ class ModelOptimizer(Optimizer):
     ) -> None:
         """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
         self._detached()
-        self.process_group = distributed.checked(self._owner, process_group)
-        whole = isinstance(params, nn.Module)
+        options.check(self._owner, {**defaults, "process_group": process_group})
+        self.process_group, self._whole = process_group, isinstance(params, nn.Module)
         params, model = parameters_of(self._owner, params, model)
-        self._whole = whole
-        options.check(self._owner, defaults)
         super().__init__(params, defaults)
         if model is not None:
             self.attach(model)
@@ -55,7 +55,6 @@ class ModelOptimizer(Optimizer):
         self._owner = type(self).__name__
         self._statistics = ModelStatistics(None, [], self.needs)
         self._coordinates: dict[Any, Coordinates] = {}
-        self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
@@ -63,7 +62,6 @@ class ModelOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._nonfinite = torch.zeros((), dtype=torch.int64)
         self.process_group = None
-        self._pool = distributed.Pool()
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
@@ -96,7 +94,7 @@ class ModelOptimizer(Optimizer):
         super().add_param_group(param_group)
         refuse_unsupported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
-        if model is not None and self._watching:
+        if model is not None and self in attached:
             self.attach(model)
 
     # the model
@@ -123,7 +121,7 @@ class ModelOptimizer(Optimizer):
         trained = [e for e in entries if any(p is not None and id(p) in groups for p in [e.weight, *e.biases])]
         limits = [groups.get(id(entry.weight), {}).get("rows") for entry in trained]
         self._statistics = ModelStatistics(model, trained, self.needs, limits)
-        self._complete, self._watching, self._pool = False, True, distributed.Pool()
+        self._complete = False
         self._recentre()
         if (rival := claim(self)) is not None:
             self._warn("rival", rival)
@@ -138,7 +136,6 @@ class ModelOptimizer(Optimizer):
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
-        self._watching = False
         attached.discard(self)
         self._statistics.detach()
 
@@ -204,7 +201,12 @@ class ModelOptimizer(Optimizer):
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
-        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, self._left_out, self.state)
+        about = self._left_out, self.state, self._remark
+        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, *about)
+
+    def _remark(self, block: Block, p: Tensor) -> str:
+        """What the optimizer itself says of a parameter in `coverage()`: the rule that moves it, if it has several."""
+        return ""
 
     def __repr__(self) -> str:
         """torch's own, with the coverage in one line."""
@@ -236,7 +238,10 @@ class ModelOptimizer(Optimizer):
         """Tell the user, once."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(f"{self._owner}: {message}", stacklevel=2)
+            frame, level = inspect.currentframe(), 1
+            while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+                frame, level = frame.f_back, level + 1
+            warnings.warn(f"{self._owner}: {message}", stacklevel=level)  # at the user's line
 
     # checkpoints
 
@@ -302,9 +307,10 @@ class ModelOptimizer(Optimizer):
 
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
-        self._pool.settled.clear()
         self._statistics.clear()
         pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.items()]
+        for _, layer in pairs:
+            layer.settled = False
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]
         centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
         recentre([layer for _, layer in pairs], centres)
