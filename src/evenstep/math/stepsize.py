@@ -71,12 +71,3 @@ def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
     tensor([1., 2.])
     """
     return (square.sqrt() / usual).clamp(min=1)
-
-
-def look_ahead(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    """Nesterov's direction g + m M, M the new buffer: 1/(1−m) times the gradient, if that is constant.
-
-    >>> look_ahead(torch.tensor(1.0), torch.tensor(2.0), 0.5)
-    tensor(2.)
-    """
-    return torch.add(grad, buffer, alpha=momentum)

@@ -87,12 +87,15 @@ class RuleStep:
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
         self.on_v, self.scales = OnV([], None), list[Scales]()
+        self.own: list[dict[str, Any]] = []  # state of the blocks' weights, once it is known in this step
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
-        return [b.local(self.state[b.weight][name]) for b in self.blocks]
+        if not self.own:
+            self.own = [self.state[b.weight] for b in self.blocks]
+        return [b.local(own[name]) for b, own in zip(self.blocks, self.own, strict=True)]
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
@@ -101,7 +104,7 @@ class RuleStep:
     def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
         """Write a packed field back, unless the mask `ok` says that the step does not count."""
         live = self.live(name)
-        put(live, unpack(value, live), ok)
+        foreach.copy_(live, unpack(value if ok is None else torch.where(ok, value, self.read(name)), live))
 
     def buffers(self, name: str) -> list[Tensor]:
         """A field per parameter of all blocks, as this rank has it: weights, then biases."""
@@ -207,7 +210,7 @@ def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors flat, one after another."""
-    if all(t.dim() == 0 for t in tensors):
+    if tensors[0].dim() == 0:
         return torch.stack(list(tensors))
     flat = [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
     return torch.cat(flat) if len(flat) > 1 else flat[0]
@@ -215,7 +218,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inverse of `pack`, of tensors like these."""
-    if all(t.dim() == 0 for t in like):
+    if like[0].dim() == 0:
         return flat.unbind()
     return torch.split(flat, [t.numel() for t in like])
 

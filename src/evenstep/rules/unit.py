@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.constants import inverse_root
@@ -49,11 +50,15 @@ def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_lay
 
 
 def look_ahead(step: RuleStep, on_v: OnV, buffers: OnV) -> OnV:
-    """Nesterov's direction; the gradient itself without momentum."""
+    """Nesterov's direction g + m M with the new buffer M, 1/(1−m) times the gradient if that is constant.
+
+    Without momentum it is the gradient itself.
+    """
     momentum = step.group["momentum"]
     if not momentum:
         return on_v
-    weights = [stepsize.look_ahead(g, m, momentum) for g, m in zip(on_v.weights, buffers.weights, strict=True)]
     if on_v.biases is None or buffers.biases is None:
-        return OnV(weights, None)
-    return OnV(weights, stepsize.look_ahead(on_v.biases, buffers.biases, momentum))
+        return OnV(list(foreach.add(on_v.weights, buffers.weights, alpha=momentum)), None)
+    grads, means = [*on_v.weights, on_v.biases], [*buffers.weights, buffers.biases]
+    *weights, biases = foreach.add(grads, means, alpha=momentum)
+    return OnV(weights, biases)

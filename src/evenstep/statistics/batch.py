@@ -141,13 +141,9 @@ class LayerStatistics:
     applied = property(lambda self: self.tally[2], doc="How often the weight was used.")
     examples = property(lambda self: self.tally[3], doc="The number of examples.")
 
-    def both(self) -> Tensor:
-        """The sums of the rows that were seen, Σ(x − c) and Σ(x − c)², [2, input]."""
-        return self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
-
     def sums(self) -> Sums:
         """The sums of all rows, with the zeros that the layer inserts."""
-        sums = Sums(self.rows, *self.both().unbind())
+        sums = Sums(self.rows, *self.slots.sum(0))
         return add_zeros(sums, self.tally[1], self.centre) if self.stuffed else sums
 
     def in_one_slot(self) -> Tensor:

@@ -83,7 +83,7 @@ class Block:
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
         weight = self.local(self.weight)
-        if self.layer is None or self.rows_as_groups or self.layer.layout.is_contiguous():
+        if self._in_order is not None or self.layer is None or self.rows_as_groups or self.layer.layout.is_contiguous():
             return matrix.reshape(weight.shape)
         return self.layer.kind.unmatrix(self.layer.module, matrix.reshape(self.layout(weight).shape), weight)
 

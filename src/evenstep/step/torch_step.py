@@ -67,7 +67,7 @@ class TorchStep(RuleStep):
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.packed, self.scales, self.square, self.length2 = Scales(), [], None, None
+        self.packed, self.scales, self.own, self.square, self.length2 = Scales(), [], [], None, None
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
@@ -107,7 +107,7 @@ class TorchStep(RuleStep):
         if self.coordinates.needs < Statistics.INPUTS:
             return Batch(rows, applied, examples, rows > 0)
         widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
-        both = torch.cat([s.both() for s in self.stages], 1)
+        both = torch.cat([s.slots for s in self.stages], 2).sum(0)
         sums = Sums(widen(rows), *both.unbind())
         if any(s.stuffed for s in self.stages):
             sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
@@ -180,7 +180,11 @@ class TorchStep(RuleStep):
             biases = biases - gain * along
         own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
         gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
-        steps = [s.mul_(g) if own else s * g for s, g in zip(steps, gains, strict=True)]
+        if own and isinstance(gains[0], Tensor):
+            foreach.mul_(steps, gains)
+        else:
+            for k, g in enumerate(gains):  # one by one: each may be as large as its weight
+                steps[k] = steps[k] * g
         self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
     def _scaled(self, biases: Tensor | None, scale: Tensor | None) -> tuple[Any, Tensor | None]:
