@@ -53,8 +53,8 @@ class Batch(NamedTuple):
     sums: Sums | None = None  # per input, about `centre`; rows per input, too
     centre: Tensor | None = None  # per input
     g2: Tensor | None = None  # per output: Σ ĝ²
-    # whether the host knows that all layers have moments and usable sums about their running means: masks are all true
-    settled: bool = False
+    # whether the host knows that all layers have moments and usable sums about their running means: no masks are needed
+    complete: bool = False
 
 
 class Layers(NamedTuple):

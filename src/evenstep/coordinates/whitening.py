@@ -37,7 +37,7 @@ class Whitening(Coordinates):
         assert batch.sums is not None and batch.centre is not None
         over, fresh_max = layers.inputs, layers.group["fresh_max"]
         mass, known = over.widen(state["mass"]), None
-        if batch.settled:
+        if batch.complete:
             mx, vx, q = state["mx"], state["vx"], batch.sums.second / batch.sums.rows
         else:
             usable, started = over.widen(batch.usable), mass > 0
@@ -63,7 +63,7 @@ class Whitening(Coordinates):
         running = Running(state["mx"], state["vx"], widen(state["mass"]))
         mx, vx, _ = fold(running, *batch_moments(batch.sums, batch.centre), decay)
         _, mass = gain(state["mass"], decay)
-        if not batch.settled:
+        if not batch.complete:
             usable = widen(batch.usable)
             mx, vx = torch.where(usable, mx, running.mx), torch.where(usable, vx, running.vx)
             mass = torch.where(batch.usable, mass, state["mass"])

@@ -3,7 +3,7 @@
     v_ij = w_ij / (α_i β_j)        v_0j = (w_0j + Σ_i μ_i w_ij) / β_j
 
 A gradient goes to v, any rule makes a step there, the step comes back to w; v itself is never stored. A layer's weights
-are a matrix [unit, column] with a column per input and kernel position, biases are [unit]. μ and α are [column], the same
+are a matrix [unit, column] with a column per input and kernel position, biases are [unit]. μ and α are [column], alike
 for all kernel positions (App. B), or [unit, column] where units have inputs of their own, as in grouped convolutions.
 """
 
@@ -37,7 +37,8 @@ def response(weight: Tensor, x: Tensor) -> Tensor:
     """Σ_i x_i w_ij for each unit: with x = μ the layer's response to the mean input, less its bias."""
     if weight.is_cpu and x.dim() == 1:
         return torch.mv(weight, x)  # takes a third of the time there
-    return torch.linalg.vecdot(weight, x)
+    found: Tensor = torch.linalg.vecdot(weight, x)
+    return found
 
 
 def scaled(weight: Tensor, c: Scales) -> Tensor:

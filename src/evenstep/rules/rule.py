@@ -116,7 +116,7 @@ class RuleStep:
         biases = [] if on_v.biases is None else [b for row in on_v.biases for b in torch.split(row, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
-    def as_blocks(self, tensors: list[Tensor]) -> OnV:
+    def as_blocks(self, tensors: Sequence[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
         count = len(self.blocks)
         weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
@@ -132,8 +132,8 @@ class RuleStep:
         if self.square is None:
             weights, biases = self.on_v
             square = pack([torch.linalg.vector_norm(w, dim=1) for w in weights]).square()
-            if biases is not None:
-                square = torch.addcmul(square, biases[0], biases[0]) if len(biases) == 1 else square + biases.square().sum(0)
+            for bias in () if biases is None else biases:
+                square = torch.addcmul(square, bias, bias)
             self.square = self.whole_units(square)
         return self.square
 

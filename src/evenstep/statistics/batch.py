@@ -186,10 +186,14 @@ class LayerStatistics:
         """As `_add`, by few operations: between two layers each takes longer than its arithmetic."""
         clock = self.clock
         first, later = plan.counts
-        self.tally.add_(first if clock.item() != self.seen.item() else later)
-        self.seen.copy_(clock)
+        if torch.equal(clock, self.seen):
+            self.tally.add_(later)
+        else:
+            self.tally.add_(first)
+            self.seen.copy_(clock)
         if x is not None:
-            self._add_sums(x, plan.look.dim, centred=not self.inputs or not math.isnan(self.centre[0].item()))
+            known = self.settled or not self.inputs or not math.isnan(self.centre[0].item())
+            self._add_sums(x, plan.look.dim, centred=known)
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.

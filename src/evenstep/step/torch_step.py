@@ -20,7 +20,7 @@ from ..math.moments import Sums, accumulation_dtype, add_zeros
 from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
-from ..rules.rule import Direction, OnV, RuleStep, pack, stacked
+from ..rules.rule import Direction, OnV, RuleStep, pack
 from ..statistics.batch import LayerStatistics, recentre
 from .block import Block, all_finite, gradient
 from .state import schema_of
@@ -67,13 +67,14 @@ class TorchStep(RuleStep):
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.packed, self.scales, self.own, self.square, self.length2 = Scales(), [], [], None, None
+        self.packed, self.scales = Scales(), list[Scales]()
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
+        self.own, self.square, self.length2 = [], None, None  # after a step that was not finite
         grads = self.wide([gradient(p) for p in self.parameters])
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
@@ -112,11 +113,11 @@ class TorchStep(RuleStep):
         if any(s.stuffed for s in self.stages):
             sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
         # before a layer has moments, its centre is another row or NaN
-        settled = self.on_host() and all(seen for seen, *_ in found) and torch.equal(centre, self.kept["mx"])
-        settled = settled and isfinite(both.sum().item()) and not self.coordinates.beta_per_output
-        usable = rows > 0 if settled else usable_sums(sums._replace(rows=rows), self.layers.inputs)
+        complete = self.on_host() and all(seen for seen, *_ in found) and torch.equal(centre, self.kept["mx"])
+        complete = complete and isfinite(both.sum().item())
+        usable = rows > 0 if complete else usable_sums(sums._replace(rows=rows), self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        return Batch(rows, applied, examples, usable, sums, centre, g2, settled)
+        return Batch(rows, applied, examples, usable, sums, centre, g2, complete)
 
     def on_host(self) -> bool:
         """Whether reading a tensor costs nothing."""
@@ -136,7 +137,8 @@ class TorchStep(RuleStep):
         parts = zip(self.blocks, torch.split(flat, self.columns, 1), self.group_of, betas, strict=True)
         for block, part, group, beta in parts:
             rows = part if group is None else part.view(len(part), block.groups, -1)[:, group]
-            found.append(Scales(*rows.unbind(), beta=beta))
+            mu, alpha, spread, fresh = rows.unbind()
+            found.append(Scales(mu, alpha, spread, fresh, beta=beta))
         return found
 
     def column_scales(self) -> list[Tensor | None]:
@@ -194,7 +196,8 @@ class TorchStep(RuleStep):
         else:
             gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in self.blocks), strict=True))
         if biases is not None:
-            biases = stacked([bias * rate for bias, rate in zip(biases, rates, strict=True)])
+            each = [bias * rate for bias, rate in zip(biases, rates, strict=True)]
+            biases = each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
             for factor in (self.bias_scale, scale):
                 biases = biases if factor is None else biases * factor
         return gain if scale is None else gain * scale, biases
@@ -264,7 +267,7 @@ class TorchStep(RuleStep):
             self.write(name, value, None)
         if "mx" in after:
             centre = after["mx"]
-            if not self.batch.settled:  # some layers may have no moments yet
+            if not self.batch.complete:  # some layers may have no moments yet
                 centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
             recentre(self.stages, torch.split(centre, self.layers.inputs.sizes))
         self._release()
