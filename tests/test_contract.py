@@ -494,14 +494,11 @@ def test_bad_parameters_are_named(case):
         case.build([])
     with pytest.raises(ValueError, match=f"{name}: the module ReLU has no parameters to train"):
         case.build(nn.ReLU())
-    p = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        case.build([{"params": [p]}, {"params": [p]}])
     with pytest.raises(ValueError, match=f"{name}: none of the parameters of this Linear is in the optimizer"):
-        case.build([p], model=nn.Linear(2, 2))
+        case.build([nn.Parameter(torch.zeros(2))], model=nn.Linear(2, 2))
     with pytest.raises(ValueError, match=f"{name}: give the model once"):
         case.build(nn.Linear(2, 2), model=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=rf"{name}: parameter 'weight' is not initialized yet"):
+    with pytest.raises(ValueError, match=f"{name}: parameter 'weight' is not initialized yet; run one forward"):
         case.build(nn.LazyLinear(2))
 
 
