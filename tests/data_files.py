@@ -2,6 +2,7 @@
 
 import gzip
 import pickle
+import tarfile
 
 import numpy as np
 from PIL import Image
@@ -15,14 +16,24 @@ def cifar_batch(count=4, seed=0):
 
 
 def write_cifar(folder, **replaced):
-    """A folder of small batch files; `replaced` gives the bytes of some of them."""
+    """A folder of small batch files; `replaced` gives the bytes of some of them, or None for no file."""
     folder.mkdir(parents=True, exist_ok=True)
     truth = {}
     for seed, name in enumerate(BATCHES):
         pixels, labels = truth[name] = cifar_batch(seed=seed)
         content = pickle.dumps({b"batch_label": name.encode(), b"labels": labels, b"data": pixels}, protocol=2)
-        (folder / name).write_bytes(replaced.get(name, content))
+        if replaced.get(name, content) is not None:
+            (folder / name).write_bytes(replaced.get(name, content))
     return truth
+
+
+def write_archive(path, **replaced):
+    """CIFAR-10's archive as it comes, with one file more than is wanted, and its folder beside it."""
+    folder = path.parent / "cifar-10-batches-py"
+    write_cifar(folder, **replaced)
+    (folder / "readme.html").write_text("hello")
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(folder, folder.name)
 
 
 def idx_bytes(array):
@@ -30,7 +41,7 @@ def idx_bytes(array):
 
 
 def write_idx(folder, zipped=True, first=9, **replaced):
-    """A folder of MNIST's four files with a few images each; `replaced` gives the bytes of some of them."""
+    """A folder of MNIST's four files with a few images each; `replaced` as for CIFAR-10."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, truth = np.random.default_rng(0), {}
     for half, count in (("train", 12), ("t10k", 5)):
@@ -39,7 +50,8 @@ def write_idx(folder, zipped=True, first=9, **replaced):
         truth[half] = images, labels
         for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
             content = replaced.get(name.replace("-", "_"), idx_bytes(array))
-            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+            if content is not None:
+                (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
     return truth
 
 
