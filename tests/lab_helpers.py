@@ -51,6 +51,14 @@ def call(*arguments):
     return caught.value.code
 
 
+def printed(capsys, *arguments, code=0):
+    """What a command prints, none of it as an error."""
+    assert call(*arguments) == code
+    shown, errors = capsys.readouterr()
+    assert errors == ""
+    return shown
+
+
 def refused(capsys, *arguments):
     """The one line with which a command is refused."""
     assert call(*arguments) == 2

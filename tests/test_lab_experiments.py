@@ -22,6 +22,7 @@ from evenstep.lab.experiments.session import finished, images, kept
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term
 from evenstep.lab.usage import UsageError
+from helpers import descend, twins
 from lab_helpers import record, without_seconds
 
 QUICK = Options(quick=True)
@@ -266,14 +267,11 @@ def test_sampled_bias_meets_the_formula_and_is_judged():
 
 
 def small_net():
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
 def one_step(model, optimizer, x, y, extra=0.0):
-    optimizer.zero_grad()
-    (functional.cross_entropy(model(x), y) + extra).backward()
-    optimizer.step()
+    descend(optimizer, functional.cross_entropy(model(x), y) + extra)
 
 
 def test_own_batch_moments_are_those_of_a_first_step():
@@ -288,9 +286,8 @@ def test_own_batch_moments_are_those_of_a_first_step():
 
 
 def test_l2_is_a_term_of_the_loss():
-    twin = small_net()
-    model = small_net().append(nn.Identity())
-    model[-1] = L2Term(model, 0.25)
+    model, twin = twins(small_net)
+    model.append(L2Term(model, 0.25))
     with_term, plain = evenstep.WhitenedSGD(model, lr=0.1), evenstep.WhitenedSGD(twin, lr=0.1)
     for k in range(3):
         x, y = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
