@@ -22,7 +22,7 @@ from evenstep.lab.experiments.session import finished, images, kept
 from evenstep.lab.methods import METHODS
 from evenstep.lab.models import L2Term
 from evenstep.lab.usage import UsageError
-from helpers import descend, twins
+from helpers import classify, descend, twins
 from lab_helpers import record, without_seconds
 
 QUICK = Options(quick=True)
@@ -270,18 +270,14 @@ def small_net():
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
-def one_step(model, optimizer, x, y, extra=0.0):
-    descend(optimizer, functional.cross_entropy(model(x), y) + extra)
-
-
 def test_own_batch_moments_are_those_of_a_first_step():
     model = small_net()
     optimizer = METHODS["whitening-own"].optimizer(model, lr=0.1)
-    batches = [(torch.rand(8, 4).double() + k, torch.randint(3, (8,))) for k in range(3)]
-    for x, y in batches:
+    for k in range(3):
+        batch = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
         twin = copy.deepcopy(model)
-        one_step(twin, evenstep.WhitenedSGD(twin, lr=0.1), x, y)
-        one_step(model, optimizer, x, y)
+        classify(evenstep.WhitenedSGD(twin, lr=0.1), twin, [batch])
+        classify(optimizer, model, [batch])
         torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
@@ -291,8 +287,9 @@ def test_l2_is_a_term_of_the_loss():
     with_term, plain = evenstep.WhitenedSGD(model, lr=0.1), evenstep.WhitenedSGD(twin, lr=0.1)
     for k in range(3):
         x, y = torch.rand(8, 4).double() + k, torch.randint(3, (8,))
-        one_step(model, with_term, x, y)
-        one_step(twin, plain, x, y, 0.25 / 2 * sum((p**2).sum() for p in twin.parameters() if p.dim() > 1))
+        classify(with_term, model, [(x, y)])
+        penalty = 0.25 / 2 * sum((p**2).sum() for p in twin.parameters() if p.dim() > 1)
+        descend(plain, functional.cross_entropy(twin(x), y) + penalty)
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     assert torch.equal(model.eval()(x), twin(x))
 
