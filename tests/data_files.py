@@ -15,6 +15,25 @@ def cifar_batch(count=4, seed=0):
     return rng.integers(0, 256, (count, 3072), dtype=np.uint8), rng.integers(0, 10, count).tolist()
 
 
+def python2_batch(pixels, labels):
+    """The bytes that Python 2 and an old numpy wrote for {"data": pixels, "labels": labels}: the original archive."""
+
+    def string(text):
+        raw = text if isinstance(text, bytes) else text.encode()
+        return b"T" + len(raw).to_bytes(4, "little") + raw
+
+    def integer(value):
+        return b"J" + int(value).to_bytes(4, "little", signed=True)
+
+    dtype = b"cnumpy\ndtype\n(" + string("u1") + integer(0) + integer(1) + b"tR("
+    dtype += integer(3) + string("|") + b"NNN" + integer(-1) * 2 + integer(0) + b"tb"
+    shape = b"(" + integer(pixels.shape[0]) + integer(pixels.shape[1]) + b"t"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + integer(0) + b"t" + string("b") + b"tR("
+    array += integer(1) + shape + dtype + b"\x89" + string(pixels.tobytes()) + b"tb"
+    numbers = b"](" + b"".join(integer(label) for label in labels) + b"e"
+    return b"\x80\x02}(" + string("data") + array + string("labels") + numbers + b"u."
+
+
 def write_cifar(folder, **replaced):
     """A folder of small batch files; `replaced` gives the bytes of some of them, or None for no file."""
     folder.mkdir(parents=True, exist_ok=True)
