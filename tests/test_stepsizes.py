@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from cases import LAYERS
-from evenstep.math import stepsize
+from evenstep.math import guards, stepsize
 from helpers import assert_same, fit, moved_by, randn
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -185,7 +185,7 @@ def test_denominator_of_eq11_is_the_root_of_the_fan_in():
     on_weight = torch.einsum("e,bi->ebi", g, x).reshape(1, -1, n, 1)  # an example where a layer has units
     on_bias, g2 = g.repeat_interleave(len(x)).view(1, 1, -1), (g * g).mean()
     for bias, truth in ((None, n), (on_bias, n + 1)):
-        square = stepsize.unit_square(on_weight, bias).mean()
+        square = guards.squared_length(on_weight, bias, None, None).mean()
         assert_close((square / g2).sqrt().item(), math.sqrt(truth))
 
 

@@ -5,29 +5,20 @@ that it has already overwritten, or an assertion of its scheduler fails.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 
-def copy_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write each value over its target."""
-    _run("copy_", targets, values)
-
-
-def add_(targets: Sequence[Tensor], values: Sequence[Tensor], alpha: float = 1.0) -> None:
-    """Add `alpha` times each value to its target."""
-    _run("add_", targets, values, alpha=alpha)
-
-
-def zero_(targets: Sequence[Tensor]) -> None:
-    """Fill the targets with zeros."""
-    _run("zero_", targets)
-
-
-def _run(name: str, *lists: Sequence[Tensor], **options: float) -> None:
+def _in_place(name: str, *lists: Sequence[Tensor], **options: float) -> None:
     if torch.compiler.is_compiling():
         for target, *values in zip(*lists, strict=True):
             getattr(target, name)(*values, **options)
     elif lists[0]:
         getattr(torch, f"_foreach_{name}")(*map(list, lists), **options)
+
+
+copy_ = partial(_in_place, "copy_")  # targets, values
+add_ = partial(_in_place, "add_")  # targets, values, alpha=1
+zero_ = partial(_in_place, "zero_")  # targets

@@ -1,14 +1,17 @@
 """Every hyperparameter, declared once: its meaning, for docstrings and docs/api.md, and the values allowed.
 
-The signature of an optimizer says which it takes. Errors name the owner, what is allowed and what came.
+The annotated attributes of a `preset` say which it takes. Errors name the owner, what is allowed and what came.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch import distributed as dist
+from typing_extensions import dataclass_transform
 
 Class = TypeVar("Class", bound=type)
 
@@ -40,11 +43,17 @@ def is_rate(lr: Any) -> bool:
     return is_number(lr) and bool(lr >= 0)
 
 
+def is_group(group: Any) -> bool:
+    """A `process_group`."""
+    return group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+
+
 NONNEGATIVE = "a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0)
 POSITIVE_OR_NONE = "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
 FRACTION = "in [0, 1)", lambda v: is_number(v) and 0 <= v < 1
 ROWS = "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
 PATTERNS = "a list of name patterns", lambda v: not isinstance(v, str)
+GROUP = "None (the world group), False (never reduce) or a group of torch.distributed with this process", is_group
 FLAG, FLAG_OR_NONE = one_of(True, False), one_of(None, True, False)
 
 OPTIONS = {
@@ -105,15 +114,45 @@ OPTIONS = {
         "`step()` never reads the device; without it `Whitened` alone does so on a GPU (one bool)", FLAG
     ),
     "process_group": Option(
-        "the processes that train one network: None is the world group if there is one, False reduces nothing"
+        "the processes that train one network: None is the world group if there is one, False reduces nothing", GROUP
     ),
 }
 NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "base_kwargs", "plain", "__class__")
 
 
 def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that groups have, from the `locals()` of a constructor."""
+    """The hyperparameters that groups have, of all arguments of a constructor."""
     return {name: value for name, value in arguments.items() if name not in NOT_IN_GROUPS}
+
+
+@dataclass_transform()
+def preset(cls: Class) -> Class:
+    """Make the annotated attributes of an optimizer class its keywords, as a dataclass does; subclasses have them, too.
+
+    The constructor hands the arguments to `_start`. The attributes are deleted: the values that count are the groups'.
+    """
+    keywords: dict[str, Parameter] = dict(getattr(cls, "_keywords", {}))
+    for name, annotation in inspect.get_annotations(cls).items():
+        if not name.startswith("_") and not str(annotation).startswith("typing.ClassVar"):
+            kind = Parameter.POSITIONAL_OR_KEYWORD if name in ("params", "lr") else Parameter.KEYWORD_ONLY
+            default = vars(cls).get(name, Parameter.empty)
+            keywords[name] = Parameter(name, kind, default=default, annotation=annotation)
+            if name in vars(cls):
+                delattr(cls, name)
+    signature = inspect.Signature([*keywords.values()])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            found = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        found.apply_defaults()
+        self._start(found.arguments)
+
+    constructor, made = __init__, cls  # type: Any, Any
+    constructor.__signature__ = inspect.Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *keywords.values()])
+    made.__init__, made._keywords = constructor, keywords
+    return explained(cls)
 
 
 def check(owner: str, group: Mapping[str, Any]) -> None:

@@ -59,9 +59,13 @@ def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Te
 
 
 def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales) -> Tensor:
-    """The weights' part of `gradient_to_v`; None is the gradient of a layer without bias."""
+    """The weights' part of `gradient_to_v`; with None that of a layer without (trainable) bias: the implied-b form.
+
+    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
+    a factor of two (docs/guards.md).
+    """
     if bias_grad is None:
-        return gradient_to_v_biasless(weight_grad, c)
+        return project(scaled(weight_grad, c), c)
     if c.mu is not None:
         weight_grad = torch.addcmul(weight_grad, per_input(c.mu), per_unit(bias_grad), value=-1)
     return scaled(weight_grad, c)
@@ -72,15 +76,6 @@ def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales) -> tuple[Tensor
     step = scaled(weight_step, c)
     bias_step = bias_step if c.beta is None else c.beta * bias_step
     return step, bias_step if c.mu is None else bias_step - mean_response(step, c.mu)
-
-
-def gradient_to_v_biasless(weight_grad: Tensor, c: Scales) -> Tensor:
-    """Gradient on v of a layer without (trainable) bias: the implied-b form of eq. 3.
-
-    Departs from the paper, which has a bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not centred lost by
-    a factor of two (docs/guards.md).
-    """
-    return project(scaled(weight_grad, c), c)
 
 
 def step_to_w_biasless(weight_step: Tensor, c: Scales) -> Tensor:

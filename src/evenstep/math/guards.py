@@ -69,31 +69,32 @@ def bounds_steps(settings: Mapping[str, Any]) -> bool:
 
 
 def trust_factor(
-    unit2: Tensor, step2: Tensor, radius: float | Tensor, floor: float, typical2: Tensor | None = None
+    unit2: Tensor, step2: Tensor, settings: Mapping[str, Any], typical2: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """min(1, c_j · max(‖u_j‖, s₀)/‖δu_j‖) for each unit, and which units were held back.
 
-    c_j is `radius`. With the layer's typical squared relative step it is at most CROWD times the root of that, but at
-    least LEAST times `radius`: a rule that normalizes takes the same absolute step on a unit that has shrunk, which
-    would then grow by the whole radius in every step.
+    c_j is the setting `trust`. With the layer's typical squared relative step it is at most CROWD times the root of
+    that, but at least LEAST times `trust`: a rule that normalizes takes the same absolute step on a unit that has
+    shrunk, which would then grow by the whole radius in every step.
 
-    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), radius=0.1, floor=1e-3)
+    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), {"trust": 0.1})
     (tensor([0.2000, 1.0000]), tensor([ True, False]))
-    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), radius=0.1, floor=1e-3, typical2=torch.tensor(1e-4))
+    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), {"trust": 0.1}, typical2=torch.tensor(1e-4))
     (tensor([1.0000, 0.5000]), tensor([False,  True]))
     """
-    bound2 = radius * radius * unit2.clamp(min=floor * floor)
+    radius, size2 = settings["trust"], unit2.clamp(min=TRUST_FLOOR * TRUST_FLOOR)
+    bound2 = radius * radius * size2
     if typical2 is not None:
         crowd2 = (CROWD * CROWD * typical2).clamp(min=radius * radius * (LEAST * LEAST))
-        bound2 = torch.fmin(bound2, crowd2 * unit2.clamp(min=floor * floor))
+        bound2 = torch.fmin(bound2, crowd2 * size2)
     over = step2 > bound2
     factor = torch.where(over, (bound2 / step2.clamp(min=torch.finfo(step2.dtype).tiny)).sqrt(), 1.0)
     return factor, over
 
 
-def relative(unit2: Tensor, step2: Tensor, floor: float) -> Tensor:
+def relative(unit2: Tensor, step2: Tensor) -> Tensor:
     """(‖δu_j‖/max(‖u_j‖, s₀))²: how far each unit is asked to move, measured by itself."""
-    return step2 / unit2.clamp(min=floor * floor)
+    return step2 / unit2.clamp(min=TRUST_FLOOR * TRUST_FLOOR)
 
 
 def typical(relative2: Tensor, over: Whole = WHOLE) -> Tensor:

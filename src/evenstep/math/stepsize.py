@@ -46,18 +46,6 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def unit_square(weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
-    """Σ of squares over each unit's block (w_0j … w_nj): [group, unit] from [group, unit, input, kernel].
-
-    Biases are [bias, group, unit]: a unit of tied weights has several.
-
-    >>> unit_square(torch.ones(1, 2, 3, 1), torch.ones(1, 1, 2))
-    tensor([[4., 4.]])
-    """
-    square = (weight_grad * weight_grad).sum((-2, -1))
-    return square if bias_grad is None else square + (bias_grad * bias_grad).sum(-3)
-
-
 def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """A unit's squared gradient: the larger of running mean and newest, plus a share of the layer's mean.
 

@@ -1,8 +1,7 @@
 """Which parameters of a model belong to which layer: its weights, each with every place that uses it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ class Entry:
     slot: Slot
     layout: Tensor
     batch_dim: int
-    places: list[tuple[str, nn.Module]] = field(default_factory=list)
+    places: list[tuple[str, nn.Module]]
 
     @property
     def path(self) -> str:
@@ -38,12 +37,12 @@ class Entry:
     @property
     def name(self) -> str:
         """The name of the weight at its first place; unique in the model."""
-        return f"{self.path}.{self.slot.weight}"
+        return join(self.path, self.slot.weight)
 
     @property
     def label(self) -> str:
         """The path of the layer, or the name of its weight where a layer has several, as an attention has."""
-        return self.path if len(self.kind.slots(self.module)) == 1 else join(self.path, self.slot.weight)
+        return self.path if len(self.kind.slots(self.module)) == 1 else self.name
 
     @property
     def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
@@ -87,17 +86,6 @@ def lookup(module: nn.Module, name: str | None) -> Tensor | None:
     return parameters.get(key)
 
 
-class Place(NamedTuple):
-    """A weight of a known layer at one of its places in the model, and its layout as in `Entry`."""
-
-    path: str
-    module: nn.Module
-    kind: LayerKind
-    slot: Slot
-    weight: Tensor
-    layout: Tensor
-
-
 def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tuple[list[Entry], dict[int, str]]:
     """The model's entries and, by id, the reason for each parameter of a known layer that is in none.
 
@@ -105,29 +93,28 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     """
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
-    second = any(batch_second(module) for module in model.modules())
-    places = {join(place.path, place.slot.weight): place for place in places_of(model)}
-    layouts = {name: (place.kind, place.layout.shape) for name, place in places.items()}
+    found = list(layers_of(model))
+    layouts = {entry.name: (entry.kind, entry.layout.shape) for entry in found}
     users: dict[int, Users] = {}
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             users.setdefault(id(p), {})[join(path, name)] = path, module
-    for name, (path, module, kind, slot, weight, layout) in places.items():
-        bias, sharing = lookup(module, slot.bias), users[id(weight)]
-        unwanted = None if bias is None or slot.bias is None else wanted(join(path, slot.bias), bias)
-        excluded = wanted(name, weight)
-        if excluded or any(layouts.get(other) != layouts[name] for other in sharing):
+    for entry in found:
+        weight, bias, path, module = entry.weight, entry.biases[0], entry.path, entry.module
+        unwanted = None if bias is None or entry.slot.bias is None else wanted(join(path, entry.slot.bias), bias)
+        excluded, sharing = wanted(entry.name, weight), users[id(weight)]
+        if excluded or any(layouts.get(name) != layouts[entry.name] for name in sharing):
             first = next(iter(sharing.values()))[1]  # under whose name coverage() lists it
             reasons[id(weight)] = excluded or shared_with(sharing, first)
             if bias is not None:
                 reasons[id(bias)] = unwanted or f"its weight is {excluded or shared_with(sharing, module)}"
             continue
-        check_layout(path, module, kind, weight)
-        entry = entries.setdefault(id(weight), Entry(kind, slot, layout, int(second)))
-        entry.places.append((path, module))
+        check_layout(path, module, entry.kind, weight)
+        if (tied := entries.setdefault(id(weight), entry)) is not entry:
+            tied.places += entry.places
         if unwanted:
             reasons[id(bias)] = unwanted
-            entry.slot = slot._replace(bias=None)
+            tied.slot = tied.slot._replace(bias=None)
     return list(entries.values()), reasons
 
 
@@ -140,8 +127,9 @@ def shared_with(users: Users, owner: nn.Module) -> str:
     return "shared with " + (", ".join(others) or "another parameter of its module")
 
 
-def places_of(model: nn.Module) -> Iterator[Place]:
-    """Every weight of every known layer; modules inside a layer, such as an attention's out_proj, belong to it."""
+def layers_of(model: nn.Module) -> Iterator[Entry]:
+    """An entry for each place of each weight; modules inside a layer, such as an attention's out_proj, belong to it."""
+    batch_dim = int(any(batch_second(module) for module in model.modules()))
     inner: set[nn.Module] = set()
     for path, module in model.named_modules():
         kind = kind_of(module)
@@ -151,7 +139,7 @@ def places_of(model: nn.Module) -> Iterator[Place]:
                 weight = lookup(module, slot.weight)
                 if weight is not None and not isinstance(weight, nn.parameter.UninitializedParameter):
                     layout = kind.matrix(module, torch.empty(weight.shape, device="meta"))
-                    yield Place(path, module, kind, slot, weight, layout)
+                    yield Entry(kind, slot, layout, batch_dim, [(path, module)])
 
 
 def join(path: str, name: str) -> str:

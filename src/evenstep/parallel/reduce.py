@@ -13,16 +13,8 @@ from torch import distributed as dist
 
 from ..math.moments import Sums, recentre
 from ..statistics.batch import LayerStatistics
+from ..statistics.hooks import ModelStatistics
 from ..step.block import all_finite, gradient
-
-CHOICES = "None (the world group), False (never reduce) or a group of torch.distributed that this process is in"
-
-
-def checked(owner: str, group: Any) -> Any:
-    """The value of `process_group`, if it is allowed."""
-    if group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        return group
-    raise ValueError(f"{owner}: process_group must be {CHOICES}; got {group!r}.")
 
 
 def lasting(group: Any) -> Any:
@@ -53,85 +45,70 @@ class Part(NamedTuple):
     mass: Tensor | None
     reduction: str
 
-    def read(self) -> list[Tensor]:
-        """What a rank adds to the others': counts, sums about the centre, squared gradients.
-
-        With a mean loss a rank's gradients are divided by its own number of examples, so that number is taken out.
-        """
+    def tensors(self) -> list[Tensor]:
+        """What ranks add up, where the layer keeps it: counts, sums about the centre, squared gradients."""
         layer = self.layer
-        sums = [] if self.mass is None else [layer.slots.sum(0)]
-        examples2 = layer.examples**2 if self.reduction == "mean" else 1
-        return [layer.tally, *sums, *([layer.g2 * examples2] if layer.units else [])]
+        sums = [] if self.mass is None else [layer.in_one_slot()]
+        return [layer.tally, *sums, *([layer.g2] if layer.units else [])]
 
-    def write(self, totals: Sequence[Tensor]) -> None:
-        """Replace the rank's own by what all ranks have added up; what `read` took out is put back."""
-        layer = self.layer
-        layer.tally.copy_(totals[0])
-        if self.mass is not None:
-            self.write_sums(totals[1])
-        if layer.units:
-            examples2 = layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
-            layer.g2.copy_(totals[-1] / examples2)
-
-    def write_sums(self, sums: Tensor) -> None:
-        """Sums go to the first slot, the others are empty then."""
-        self.layer.slots.zero_()
-        self.layer.slots[0].copy_(sums)
+    def examples2(self) -> Tensor | int:
+        """With a mean loss a rank's gradients are divided by its own number of examples: the square of that."""
+        return self.layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
 
 
-class Pool:
-    """The reduction of one optimizer's statistics.
+def reduce(
+    ranks: Any, statistics: ModelStatistics, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool
+) -> Agreed:
+    """Add up statistics over ranks, in place, and find whether `grads` are finite."""
+    tensors = [t for part in parts for t in part.tensors()]
+    device = next((t.device for t in [*tensors, *grads]), torch.device("cpu"))
+    if not statistics.compared:
+        compare(ranks, sum(t.numel() for t in tensors), device)
+        statistics.compared = True
+    agree(ranks, [part for part in parts if part.mass is not None and not part.layer.settled])
+    for part in parts:
+        part.layer.g2.mul_(part.examples2())
+    # one reduction for sums and flags: no rank may skip a step alone
+    flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
+    add_up(ranks, [flags, *tensors])
+    for part in parts:
+        part.layer.g2.div_(part.examples2())
+    return Agreed(flags[0] == 0, flags[1])
 
-    Only sums about a common centre can be added up. That is the running mean once there is one, which a `settled`
-    layer is known to have; until then each rank has its own first row, and ranks agree on the mean of those.
+
+def compare(ranks: Any, size: int, device: torch.device) -> None:
+    """Check that all ranks add up the same layers: others would wait for each other, or add nonsense."""
+    both = torch.tensor([size, -size], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, ranks)
+    most, least = both.tolist()
+    if most != -least:
+        raise RuntimeError(
+            f"the ranks of process_group train different layers ({-least} to {most} statistics); give the group of "
+            "those that hold copies of one model, or process_group=False to reduce nothing."
+        )
+
+
+def agree(ranks: Any, parts: Sequence[Part]) -> None:
+    """Move sums that may have centres of their own to the mean of the ranks' centres.
+
+    Only sums about a common centre can be added up. That is the running mean once there is one, which a `settled` layer
+    is known to have; until then each rank has its own first row.
     """
-
-    def __init__(self) -> None:
-        self.settled: set[LayerStatistics] = set()
-        self.same = False
-
-    def reduce(self, ranks: Any, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool) -> Agreed:
-        """Add up statistics over ranks, in place, and find whether `grads` are finite."""
-        device = next((t.device for t in [*(part.layer.tally for part in parts), *grads]), torch.device("cpu"))
-        self._compare(ranks, sum(v.numel() for part in parts for v in part.read()), device)
-        self._agree(ranks, [part for part in parts if part.mass is not None and part.layer not in self.settled])
-        # one reduction for sums and flags: no rank may skip a step alone
-        flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
-        (wrong, working), *totals = summed(ranks, [flags, *(v for part in parts for v in part.read())])
-        for part in parts:
-            part.write([totals.pop(0) for _ in part.read()])
-        return Agreed(wrong == 0, working)
-
-    def _compare(self, ranks: Any, size: int, device: torch.device) -> None:
-        """Check once that all ranks add up the same layers: others would wait for each other, or add nonsense."""
-        if self.same:
-            return
-        both = torch.tensor([size, -size], device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, ranks)
-        most, least = both.tolist()
-        if most != -least:
-            raise RuntimeError(
-                f"the ranks of process_group train different layers ({-least} to {most} statistics); give the group of "
-                "those that hold copies of one model, or process_group=False to reduce nothing."
-            )
-        self.same = True
-
-    def _agree(self, ranks: Any, waiting: Sequence[Part]) -> None:
-        """Move sums that may have centres of their own to the mean of the ranks' centres."""
-        if not waiting:
-            return
-        layers = [part.layer for part in waiting]
-        known = [~layer.centre.isnan() for layer in layers]
-        own = [torch.where(k, layer.centre, 0) for k, layer in zip(known, layers, strict=True)]
-        totals = summed(ranks, [*own, *(k.to(c.dtype) for k, c in zip(known, own, strict=True))])
-        for part, mine, total, count in zip(waiting, known, totals, totals[len(layers) :], strict=False):
-            layer, common = part.layer, total / count  # NaN where no rank saw a row
-            moved = recentre(Sums(layer.rows, *layer.slots.sum(0)), torch.where(mine, common - layer.centre, 0))
-            part.write_sums(torch.stack([moved.first, moved.second]))
-            layer.centre.copy_(common)
-        if not (layers[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # reads the device, but never again for a layer that is settled
-            self.settled |= {part.layer for part in waiting if part.mass is not None and part.mass > 0}
+    if not parts:
+        return
+    layers = [part.layer for part in parts]
+    known = [~layer.centre.isnan() for layer in layers]
+    centres = [torch.where(k, layer.centre, 0) for k, layer in zip(known, layers, strict=True)]
+    counts = [k.to(c.dtype) for k, c in zip(known, centres, strict=True)]
+    add_up(ranks, [*centres, *counts])
+    for layer, mine, total, count in zip(layers, known, centres, counts, strict=True):
+        sums, common = layer.in_one_slot(), total / count  # NaN where no rank saw a row
+        moved = recentre(Sums(layer.rows, *sums), torch.where(mine, common - layer.centre, 0))
+        sums.copy_(torch.stack([moved.first, moved.second]))
+        layer.centre.copy_(common)
+    if not (layers[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
+        for part in parts:  # reads the device, but never again for a layer that is settled
+            part.layer.settled = part.mass is not None and bool(part.mass > 0)
 
 
 def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
@@ -145,14 +122,13 @@ def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
     return {id(p) for p, number in zip(params, found.tolist(), strict=True) if number}
 
 
-def summed(ranks: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor summed over ranks, by one flat reduction (one per device and dtype, where there are several)."""
-    found, kinds = list(tensors), dict[Any, list[int]]()
-    for k, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(k)
+def add_up(ranks: Any, tensors: Sequence[Tensor]) -> None:
+    """Sum each tensor over ranks, in place, by one flat reduction (one per device and dtype, if there are several)."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for some in kinds.values():
-        flat = torch.cat([tensors[k].flatten() for k in some])
+        flat = torch.cat([tensor.flatten() for tensor in some])
         dist.all_reduce(flat, group=ranks)
-        for k, part in zip(some, torch.split_with_sizes(flat, [tensors[k].numel() for k in some]), strict=True):
-            found[k] = part.view(tensors[k].shape)
-    return found
+        for tensor, total in zip(some, torch.split_with_sizes(flat, [t.numel() for t in some]), strict=True):
+            tensor.copy_(total.view_as(tensor))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coordinates.coordinates import Field, Schema
 from ..math import polar
 from ..parallel import dtensor
-from .rule import Rule, RuleStep, put
+from .rule import Rule, put
 from .torch_rule import gathered
 
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
@@ -47,7 +47,7 @@ class OrthogonalRule(Rule):
             "radius": Field("group", nonnegative=True),
         }
 
-    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
+    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
         """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
         if not steps:
             return
@@ -67,16 +67,16 @@ class OrthogonalRule(Rule):
         for step, matrices in zip(steps, targets, strict=True):
             step.take([[q.detach()] for q in matrices])
 
-    def _ahead(self, step: RuleStep, grads: list[Tensor], ok: Tensor | None) -> list[Tensor]:
+    def _ahead(self, step: Any, grads: list[Tensor], ok: Tensor | None) -> list[Tensor]:
         """Nesterov's direction, (1 − m) g + m M with the mean M ← m M + (1 − m) g."""
         momentum = step.group["momentum"]
-        buffers = step.live("momentum_buffer")
+        buffers = [block.local(step.state[block.weight]["momentum_buffer"]) for block in step.blocks]
         grads = [g.to(buffer.dtype) for g, buffer in zip(grads, buffers, strict=True)]
         means = torch._foreach_lerp(buffers, grads, 1 - momentum)
         put(buffers, means, ok)
         return list(torch._foreach_lerp(grads, means, momentum))
 
-    def _lengths(self, step: RuleStep, ok: Tensor | None) -> list[Tensor]:
+    def _lengths(self, step: Any, ok: Tensor | None) -> list[Tensor]:
         """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
 
         This is done before a step rather than after it, so that nothing but the step itself follows the guards.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
-from ..math import guards, stepsize
+from ..math import guards
 from ..math.change_of_variables import Scales
 from ..parallel import dtensor
 
@@ -86,7 +86,7 @@ class RuleStep:
         # the units of each block on this rank; reductions are over all ranks
         self.units = dtensor.segments([s[:2].numel() for s in self.shapes], first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
-        self.on_v, self.scales, self.alphas = OnV([], None), list[Scales](), list[Tensor | None]()
+        self.on_v, self.scales = OnV([], None), list[Scales]()
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
@@ -124,7 +124,7 @@ class RuleStep:
 
     def unit_square(self, on_v: OnV) -> Tensor:
         """Σ of squares over each unit, its bias included."""
-        square = pack([stepsize.unit_square(w, None) for w in on_v.weights])
+        square = pack([guards.stretch(w, None) for w in on_v.weights])
         if on_v.biases is not None:
             square = square + (on_v.biases * on_v.biases).sum(0)
         return self.whole_units(square)
@@ -144,14 +144,6 @@ class RuleStep:
         return dtensor.reduced(sums, self.split_units) if self.split_units else sums
 
     # for rules that move parameters, as torch's do
-
-    def column_scales(self) -> list[Tensor | None]:
-        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each block; None for 1."""
-        found: list[Tensor | None] = []
-        for alpha, c, shape in zip(self.alphas, self.scales, self.shapes, strict=True):
-            scale = None if alpha is None else alpha if c.beta is None else alpha * c.beta
-            found.append(None if scale is None else scale.repeat_interleave(shape[3], 1).unsqueeze(1))
-        return found
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v."""

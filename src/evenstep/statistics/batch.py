@@ -22,8 +22,9 @@ graph_task_id = torch._C._current_graph_task_id
 
 @dataclass
 class CallPlan:
-    """How to add calls with tensors of one shape and layout, of which at most `limit` rows are read."""
+    """How to add calls of a layer with tensors of one shape and memory layout."""
 
+    layer: "LayerStatistics"
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
     launches: dict[Any, Any] = field(default_factory=dict)  # of the kernel, by device, dtype and alignment
@@ -34,11 +35,6 @@ class CallPlan:
         look, rows = self.look, 0 if self.rows is None else self.rows.rows
         first = torch.tensor([rows, look.zeros, look.applied, look.examples])
         return first, first * torch.tensor([1, 1, 1, 0])
-
-
-def plan_call(x: Tensor | None, look: Look, limit: int | None) -> CallPlan:
-    """The plan for calls with tensors like `x`."""
-    return CallPlan(look._replace(x=None), None if x is None else lattice(x.detach(), look.dim % x.dim(), limit))
 
 
 class ForwardState:
@@ -90,9 +86,12 @@ class LayerStatistics:
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
+    - `settled`: `centre` is known to be the running mean, which all ranks share.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
+
+    settled = False
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class LayerStatistics:
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         if self.device != device:
-            whole = self.slots.sum(0)
+            whole = self.in_one_slot()
             self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
             self.slots[0] = whole
             for name in ("slots", "tally", "centre", "g2", "seen", "fired", "last"):
@@ -130,11 +129,6 @@ class LayerStatistics:
     def device(self) -> torch.device:
         """The device of its tensors."""
         return self.tally.device
-
-    @property
-    def slot_count(self) -> int:
-        """The number of slots."""
-        return len(self.slots)
 
     @property
     def clock(self) -> Tensor:
@@ -149,9 +143,15 @@ class LayerStatistics:
 
     def sums(self) -> Sums:
         """The sums of all rows, with the zeros that the layer inserts."""
-        first, second = self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]
-        sums = Sums(self.rows, first, second)
+        sums = Sums(self.rows, *(self.slots.sum(0) if len(self.slots) > 1 else self.slots[0]))
         return add_zeros(sums, self.tally[1], self.centre) if self.stuffed else sums
+
+    def in_one_slot(self) -> Tensor:
+        """The sums of all rows, moved to the first slot."""
+        if len(self.slots) > 1:
+            self.slots[0] = self.slots.sum(0)
+            self.slots[1:].zero_()
+        return self.slots[0]
 
     def counts(self) -> list[float]:
         """The tally as numbers (reads the device)."""
@@ -159,18 +159,22 @@ class LayerStatistics:
 
     # adding
 
-    def add_call(self, look: Look) -> None:
-        """Add one call."""
+    def add_call(self, look: Look) -> CallPlan | None:
+        """Add one call. Of an eager one, returns the plan for calls with tensors like its own."""
         x = None if look.x is None or not self.inputs else look.x.detach()
         if not torch.compiler.is_compiling():
-            return self.add_planned_call(x, plan_call(x, look, self.limit))
+            rows = None if x is None else lattice(x, look.dim % x.dim(), self.limit)
+            plan = CallPlan(self, look._replace(x=None), rows)
+            self.add_planned_call(x, plan)
+            return plan
         if x is not None:
             self.to(x.device)
             tensors = self.slots, self.centre, self.tally, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
                 return None
             x = thinned(x, look.dim, self.limit)
-        return self._add(x, look)
+        self._add(x, look)
+        return None
 
     def add_planned_call(self, x: Tensor | None, plan: CallPlan) -> None:
         """Add one eager call with a tensor that the plan was made for."""

@@ -19,8 +19,8 @@ from ..math.moments import sum_about
 from ..model.layer_kind import first_input, rows_of
 from ..model.layers import BY_SHAPE
 from ..model.survey import Entry
-from ..parallel import dtensor as shards
-from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, plan_call
+from ..parallel import dtensor
+from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id
 
 transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 PLANS = 8  # shapes of calls that a layer's hook remembers
@@ -79,7 +79,13 @@ class LayerHook(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
-        if eager and self.planned and self._add_planned(module, args, kwargs, output):
+        key, plan = None, None
+        if eager and self.planned and is_plain(x := first_input(args, kwargs)):
+            key = x.shape, x.stride(), output.shape
+            plan = self.plans.get(key)
+        if plan is not None:
+            self.forwards.note(plan.layer, empty=False)
+            plan.layer.add_planned_call(x, plan)
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -89,27 +95,12 @@ class LayerHook(Hook):
                 if eager:
                     self.forwards.note(layer, empty=look.applied == 0)
                 if look.applied:
-                    layer.add_call(look._replace(x=shards.visible(look.x, look.dim)))
+                    plan = layer.add_call(look._replace(x=dtensor.visible(look.x, look.dim)))
+                    if plan is not None and key is not None:
+                        if len(self.plans) > PLANS:
+                            self.plans.clear()
+                        self.plans[key] = plan
         return self._hook_gradient(output)
-
-    def _add_planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> bool:
-        """Add an eager call with a plain tensor that is not empty, on a CPU or GPU; False if it is another one."""
-        x, layer = args[0] if args else first_input(args, kwargs), self.layers[0]
-        plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
-        if not plain or layer is None:
-            return False
-        key = x.shape, x.stride(), output.shape
-        plan = self.plans.get(key)
-        if plan is None:
-            (look,) = self.kind.look(module, args, kwargs, output, self.batch_dim)
-            if look is None or not look.applied or not x.numel():
-                return False
-            if len(self.plans) > PLANS:
-                self.plans.clear()
-            plan = self.plans[key] = plan_call(x, look, layer.limit)
-        layer.add_planned_call(x, plan)
-        self.forwards.note(layer, empty=False)
-        return True
 
     def _hook_gradient(self, output: Any) -> Any:
         """Have the backward pass add g², for canonical constants; returns the output to use instead, or None.
@@ -121,7 +112,7 @@ class LayerHook(Hook):
         if layer is None or not layer.units or not output.requires_grad:
             return None
         dim = self.kind.units_dim(output) - output.dim()
-        if output.size(dim) != layer.units or shards.sharded(output):
+        if output.size(dim) != layer.units or dtensor.sharded(output):
             raise RuntimeError(
                 f"canonical coordinates need the whole output of a layer; got {output.size(dim)} of {layer.units} "
                 "units here (tensor parallelism): exclude that layer, or take another optimizer."
@@ -169,6 +160,8 @@ class ForwardEnd(Hook):
 
 class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
+
+    compared = False  # whether all ranks are known to have the same layers
 
     def __init__(
         self, model: nn.Module | None, entries: list[Entry], needs: Statistics, limits: Sequence[int | None] = ()
@@ -249,6 +242,12 @@ def remove(handles: list[RemovableHandle]) -> None:
     """Remove hooks by their handles."""
     while handles:
         handles.pop().remove()
+
+
+def is_plain(x: Any) -> bool:
+    """Whether calls with tensors like `x` are alike: a dense tensor that is not empty, on a CPU or GPU."""
+    dense = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+    return dense and (x.is_cpu or x.is_cuda) and x.numel() > 0
 
 
 def trains(module: nn.Module) -> bool:

@@ -53,10 +53,8 @@ class TorchStep(RuleStep):
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
-        self.raised: Tensor | None = None
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.scales = []
-        self.alphas = []
+        self.packed, self.scales = Scales(), []
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
@@ -66,9 +64,8 @@ class TorchStep(RuleStep):
         grads = [gradient(p).to(self.dtype) for p in self.parameters]
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
-        scales = self.coordinates.at(self.kept, self.batch, self.layers)
-        self.raised, self.scales, self.alphas = scales.raised, self._by_block(scales), self._alphas(scales)
-        self.bias_scale = self._bias_scale(scales)
+        self.packed = self.coordinates.at(self.kept, self.batch, self.layers)
+        self.scales, self.bias_scale = self._by_block(self.packed), self._bias_scale(self.packed)
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
         if self.group["maximize"]:
@@ -113,12 +110,15 @@ class TorchStep(RuleStep):
         each = zip(mu, alpha, spread, fresh, betas, strict=True)
         return [Scales(m, a, s, f, beta=beta) for m, a, s, f, beta in each]
 
-    def _alphas(self, scales: Scales) -> list[Tensor | None]:
-        """α of each block's whole layer, whatever rows this rank has, as [group, input]."""
-        if scales.alpha is None:
+    def column_scales(self) -> list[Tensor | None]:
+        """How far a step of 1 on v moves the weights of each column: [group, 1, column] of each layer; None for 1."""
+        if self.packed.alpha is None:
             return [None] * len(self.blocks)
-        parts = torch.split(scales.alpha, self.layers.inputs.sizes)
-        return [part.view(block.groups, -1) for part, block in zip(parts, self.blocks, strict=True)]
+        parts = torch.split(self.packed.alpha, self.layers.inputs.sizes)
+        alphas = [part.view(block.groups, -1) for part, block in zip(parts, self.blocks, strict=True)]
+        each = zip(alphas, self.scales, self.shapes, strict=True)
+        scales = [(alpha if c.beta is None else alpha * c.beta, shape[3]) for alpha, c, shape in each]
+        return [scale.repeat_interleave(kernel, 1).unsqueeze(1) for scale, kernel in scales]
 
     def _inputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per input as [group, input] of each block."""
@@ -190,9 +190,9 @@ class TorchStep(RuleStep):
 
     def _trust(self, steps: list[Tensor], along: Tensor | None, gain: Any, biases: Tensor | None) -> Tensor | None:
         """The factor that holds each unit to its trust radius; what the guards did is counted."""
-        radius, none = self.group["trust"], self.one.new_zeros(len(self.blocks))
-        raised = none if self.raised is None else self.raised
-        if radius is None:
+        none = self.one.new_zeros(len(self.blocks))
+        raised = none if self.packed.raised is None else self.packed.raised
+        if not guards.bounds_steps(self.group):
             if self.group.get("fresh_max") is not None:
                 self._count(raised, none, none)
             return None
@@ -203,9 +203,9 @@ class TorchStep(RuleStep):
         elif along is not None:
             step2 = step2 + (gain * along).square()
         unit2 = self.unit_length2()
-        relative2 = guards.relative(unit2, step2, guards.TRUST_FLOOR)
+        relative2 = guards.relative(unit2, step2)
         typical2 = None if self.rule.linear else guards.typical(relative2, self.units)
-        factor, over = guards.trust_factor(unit2, step2, radius, guards.TRUST_FLOOR, typical2)
+        factor, over = guards.trust_factor(unit2, step2, self.group, typical2)
         self._count(raised, self.units.total(over.to(factor.dtype)), self.units.most(relative2).sqrt())
         return factor
 

@@ -43,11 +43,9 @@ class ModelOptimizer(Optimizer):
     ) -> None:
         """`params` is a module, or what torch takes, then with `model=` or a later `attach`."""
         self._detached()
-        self.process_group = distributed.checked(self._owner, process_group)
-        whole = isinstance(params, nn.Module)
+        options.check(self._owner, {**defaults, "process_group": process_group})
+        self.process_group, self._whole = process_group, isinstance(params, nn.Module)
         params, model = parameters_of(self._owner, params, model)
-        self._whole = whole
-        options.check(self._owner, defaults)
         super().__init__(params, defaults)
         if model is not None:
             self.attach(model)
@@ -57,7 +55,6 @@ class ModelOptimizer(Optimizer):
         self._owner = type(self).__name__
         self._statistics = ModelStatistics(None, [], self.needs)
         self._coordinates: dict[Any, Coordinates] = {}
-        self._watching = False  # whether hooks are wanted on its model
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
         self._whole = False  # whether it was built from a module, so that all its parameters are ours
@@ -65,7 +62,6 @@ class ModelOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._nonfinite = torch.zeros((), dtype=torch.int64)
         self.process_group = None
-        self._pool = distributed.Pool()
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
@@ -98,7 +94,7 @@ class ModelOptimizer(Optimizer):
         super().add_param_group(param_group)
         refuse_unsupported(self._owner, self.param_groups[-1]["params"])
         self._complete = False
-        if model is not None and self._watching:
+        if model is not None and self in attached:
             self.attach(model)
 
     # the model
@@ -125,7 +121,7 @@ class ModelOptimizer(Optimizer):
         trained = [e for e in entries if any(p is not None and id(p) in groups for p in [e.weight, *e.biases])]
         limits = [groups.get(id(entry.weight), {}).get("rows") for entry in trained]
         self._statistics = ModelStatistics(model, trained, self.needs, limits)
-        self._complete, self._watching, self._pool = False, True, distributed.Pool()
+        self._complete = False
         self._recentre()
         if (rival := claim(self)) is not None:
             self._warn("rival", rival)
@@ -140,7 +136,6 @@ class ModelOptimizer(Optimizer):
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
-        self._watching = False
         attached.discard(self)
         self._statistics.detach()
 
@@ -312,9 +307,10 @@ class ModelOptimizer(Optimizer):
 
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
-        self._pool.settled.clear()
         self._statistics.clear()
         pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.items()]
+        for _, layer in pairs:
+            layer.settled = False
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]
         centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
         recentre([layer for _, layer in pairs], centres)

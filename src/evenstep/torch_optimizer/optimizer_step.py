@@ -57,16 +57,11 @@ class CoordinateOptimizer(ModelOptimizer):
             with torch.enable_grad():
                 loss = closure()
         compiled = torch.compiler.is_compiling()
-        ready = self._prepare_on_host() if compiled else self._prepare(compiled=False)
+        ready = self._prepare_on_host(compiled) if compiled else self._prepare(compiled)
         if ready is not None:
             self._make(*ready)
         self._statistics.clear()
         return loss
-
-    @_disable_dynamo
-    def _prepare_on_host(self) -> tuple[Plan, Tensor | None] | None:
-        """Blocks, state and warnings are Python's business; a compiled step is one graph of what follows."""
-        return self._prepare(compiled=True)
 
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """The plan of this step, and whether the gradients of all ranks are finite (None: one rank).
@@ -94,6 +89,9 @@ class CoordinateOptimizer(ModelOptimizer):
             self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, None if agreed is None else agreed.finite
 
+    # blocks, state and warnings are Python's business; a compiled step is one graph of what follows
+    _prepare_on_host = _disable_dynamo(_prepare)
+
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
         """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
@@ -101,7 +99,8 @@ class CoordinateOptimizer(ModelOptimizer):
             mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
             parts.append(reduce.Part(layer, mass, reduction))
-        return self._pool.reduce(ranks, parts, [gradient(p) for b in blocks for p in b.parameters], busy=busy)
+        grads = [gradient(p) for b in blocks for p in b.parameters]
+        return reduce.reduce(ranks, self._statistics, parts, grads, busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
         """The plan; made again when parameters, gradients or groups come and go.

@@ -92,7 +92,7 @@ def shapes_table(
         row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
         row[spec.COUNTER] = -1
         if stage is not None:
-            row[spec.SLOT_COUNT], row[spec.COUNTER] = stage.slot_count if moments else 0, counters
+            row[spec.SLOT_COUNT], row[spec.COUNTER] = len(stage.slots) if moments else 0, counters
             row[spec.FLAGS] += spec.COUNTED + spec.SHARED * ("sharing" in block.coordinates.state)
             counters += 1
         rows.append(row)
