@@ -5,7 +5,7 @@ and brings a step back to the shapes of the parameters.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..coordinates.coordinates import Coordinates
 from ..model.survey import Entry
 from ..parallel import dtensor
 from ..rules.rule import Rule, plain_share
+from ..statistics.batch import LayerStatistics
 
 Group = dict[str, Any]
 
@@ -37,6 +38,7 @@ class Block:
     uses_plain_lr: bool = False
     biases: list[Tensor] = field(default_factory=list)
     bias_groups: list[Group] = field(default_factory=list)
+    statistics: LayerStatistics | None = None  # of the layer
 
     def __post_init__(self) -> None:
         """Find out what every step needs to know of the layer's layout."""
@@ -155,15 +157,15 @@ Choose = Callable[[Group, Entry | None, bool], Choice]  # from its group, its la
 
 
 def gather(
-    groups: Iterable[Group], entries: Iterable[Entry], choose: Choose, trains: Callable[[Tensor], bool]
+    groups: Iterable[Group], layers: Mapping[Entry, LayerStatistics], choose: Choose, trains: Callable[[Tensor], bool]
 ) -> list[Block]:
-    """All blocks of the parameters in `groups` for which `trains` holds, layers first.
+    """All blocks of the parameters in `groups` for which `trains` holds, those of `layers` first.
 
     A layer carries its biases if each of its places has a bias of its own that trains. Otherwise it takes the bias-less
     form, and the biases left over move alone.
     """
     group_of = {id(p): group for group in groups for p in group["params"] if trains(p)}
-    entries = [entry for entry in entries if not entry.unfit]
+    entries = [entry for entry in layers if not entry.unfit]
     uses = Counter(id(b) for entry in entries for b in entry.biases if b is not None)
     found: list[Block] = []
 
@@ -171,7 +173,8 @@ def gather(
         group, biases = group_of[id(p)], biases or []
         coordinates, rule, uses_plain_lr = choose(group, entry, alone)
         bias_groups = [group_of[id(b)] for b in biases]
-        found.append(Block(p, group, entry, coordinates, rule, alone, uses_plain_lr, biases, bias_groups))
+        statistics = None if entry is None else layers[entry]
+        found.append(Block(p, group, entry, coordinates, rule, alone, uses_plain_lr, biases, bias_groups, statistics))
 
     for entry in entries:
         biases = [b for b in entry.biases if b is not None and id(b) in group_of and uses[id(b)] == 1]
