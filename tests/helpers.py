@@ -343,6 +343,15 @@ def twice():
     return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers)
 
 
+def tied(two, share_bias=False):
+    """Two Linear layers that share their weight, and their bias or not."""
+    one = nn.Linear(3, 3)
+    two.weight = one.weight
+    if share_bias:
+        two.bias = one.bias
+    return Forward(lambda self, x: self.two(torch.tanh(self.one(x)) + 1), one=one, two=two)
+
+
 def assert_follows(reference, optimizer, model, batches, tolerance=1e-9):
     """Train a model and its reference in oracle.py on the same batches; the smallest trust factor of the reference."""
     fit(optimizer, model, batches)

@@ -12,10 +12,8 @@ from torch.testing import assert_close
 import oracle
 from evenstep import Whitened
 from helpers import UNGUARDED, Forward, assert_follows, assert_same, fit, randn, twins
-from rules import RULES, TORCHS, RuleOnV, deep_network, drifting, without_decay
+from rules import GUARDS, RULES, SETTINGS, TORCHS, RuleOnV, deep_network, drifting, without_decay
 
-SETTINGS = {"decay": 0.6, "damping": 0.1}
-GUARDS = {"fresh_max": 2.0, "trust": 0.1}
 LINEAR = ["SGD", "momentum", "dampening", "nesterov"]  # in the gradient: they may step on explicit v
 
 
