@@ -80,8 +80,7 @@ def test_training_equals_an_explicit_loop():
                 p.data -= 0.1 * g
             total += loss.item() * len(part)
         assert row["train_loss"] == pytest.approx(total / 10, rel=1e-5)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 def test_the_schedule_is_applied_at_every_step():
@@ -107,6 +106,7 @@ def test_evaluation_measures_loss_accuracy_and_dead_units():
         model[0].weight[1].zero_()
         model[0].bias.copy_(torch.tensor([9.0, -1.0, 9.0, 9.0]))
         model[3].bias.copy_(torch.tensor([-1e6, -1e6, 99.0, 99.0, 99.0]))
+    assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), arrays)["dead_share"] == 0.0
     result = evaluate(model, arrays, batch_size=3)
     assert result["dead_share"] == pytest.approx(3 / 9)
     assert model.training and not any(m._forward_hooks for m in model.modules())
@@ -124,10 +124,6 @@ def test_text_comes_in_windows_and_is_evaluated_by_characters():
     assert found["test_loss"] == pytest.approx(math.log(7), abs=0.7) and 0 <= found["test_accuracy"] <= 1
     with pytest.raises(ValueError, match="no batch-norm version"):
         MODELS["transformer"](7, batch_norm=True)
-
-
-def test_evaluation_of_a_net_without_relu():
-    assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), small_arrays())["dead_share"] == 0.0
 
 
 def test_records_survive_the_file_with_null_for_nan(tmp_path):

@@ -19,7 +19,7 @@ from .rules.orthogonal import OrthogonalRule
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
-from .step.plan import Plan
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 
 @preset
@@ -41,6 +41,7 @@ class EvenStep(WithMoments):
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
     _copied = ("_rest",)
+    _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
     lr: float | Tensor = 0.02
     _: KW_ONLY
     momentum: float = 0.9
@@ -119,11 +120,6 @@ class EvenStep(WithMoments):
 
     def _torch_state(self) -> tuple[set[str], bool]:
         return self._rest.base.keeps - {"step"}, True
-
-    @_disable_dynamo
-    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
-        """Stand-ins are parameters, which compilers do not make: the rules run between two graphs."""
-        super()._direct(plan, ok)
 
 
 def thin(entry: Entry) -> bool:
