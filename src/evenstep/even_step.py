@@ -124,4 +124,4 @@ class EvenStep(WithMoments):
 
 def thin(entry: Entry) -> bool:
     """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
-    return min(entry.layout.shape[1], entry.layout.shape[2:].numel()) < 2
+    return min(entry.shape[1], entry.shape[2:].numel()) < 2

@@ -170,7 +170,7 @@ class ModelStatistics:
         self.model, self.needs, self.forwards = model, needs, ForwardState()
         self.layers: dict[Entry, LayerStatistics] = {}
         for entry, limit in zip(entries, limits, strict=True):
-            groups, units, inputs, _ = entry.layout.shape
+            groups, units, inputs, _ = entry.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
             self.layers[entry] = LayerStatistics(
                 groups * inputs if needs >= Statistics.INPUTS else 0,

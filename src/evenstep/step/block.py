@@ -44,7 +44,7 @@ class Block:
         """Find out what every step needs to know of the layer's layout."""
         self.layer = None if self.alone else self.entry
         self.sharded = dtensor.sharded(self.weight) or (self.entry is not None and dtensor.sharded(self.entry.weight))
-        self.groups = 1 if self.entry is None else self.entry.layout.shape[0]
+        self.groups = 1 if self.entry is None else self.entry.shape[0]
         # whether this rank has some rows of a layer in groups: they count as groups of one unit
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
         self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
@@ -75,13 +75,13 @@ class Block:
         """A tensor shaped like the layer's weight, or like this rank's rows of it."""
         assert self.entry is not None
         if self.rows_as_groups:
-            return tensor.reshape(tensor.shape[0], 1, *self.entry.layout.shape[2:])
+            return tensor.reshape(tensor.shape[0], 1, *self.entry.shape[2:])
         return self.entry.kind.matrix(self.entry.module, tensor)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
         weight = self.local(self.weight)
-        if self.layer is None or self.rows_as_groups or self.layer.layout.is_contiguous():
+        if self.layer is None or self.rows_as_groups or self.layer.in_order:
             return matrix.reshape(weight.shape)
         return self.layer.kind.unmatrix(self.layer.module, matrix, weight)
 
