@@ -243,7 +243,7 @@ def states(optimizer, model):
 
 def layer_statistics(optimizer):
     """What each layer has added up of its inputs since the last step, by its weight's name."""
-    return optimizer._statistics.layers if optimizer._statistics is not None else {}
+    return {entry.name: layer for entry, layer in optimizer._statistics.layers.items()}
 
 
 def backends(optimizer):
