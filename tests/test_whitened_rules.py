@@ -162,7 +162,9 @@ class Memory(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         inputs = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
         for t in tree_leaves(result):
-            if torch.is_tensor(t) and t.untyped_storage() not in inputs and t.untyped_storage() not in self.seen:
+            if not torch.is_tensor(t) or t.is_meta:
+                continue
+            if t.untyped_storage() not in inputs and t.untyped_storage() not in self.seen:
                 storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
                 self.seen[storage] = size
                 self.now += size
