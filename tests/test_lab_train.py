@@ -136,21 +136,17 @@ def test_records_survive_the_file_with_null_for_nan(tmp_path):
     assert {"torch", "device", "threads"} <= made["environment"].keys() and {"commit", "time"} <= made.keys()
 
 
-def test_blank_lines_are_skipped_and_only_a_line_feed_ends_a_record(tmp_path):
+def test_blank_lines_are_no_damage_and_only_a_line_feed_ends_a_record(tmp_path, monkeypatch):
     path, made = tmp_path / "records.jsonl", {"config": {"name": "a\u2028b\x85c"}}
     path.write_bytes(b"\n" + json.dumps(made, ensure_ascii=False).encode() + b"\r\n \n")
     found = reading.Reading()
     reading.read_file(path, "it", found)
     assert records.read(path) == [made] and found.others == {"it": 1} and not found.faults
     assert records.append(path, {**made, "again": True}, once=True) == made
-
-
-def test_a_whole_file_is_not_written_to_and_blanks_at_the_end_are_no_damage(tmp_path, monkeypatch):
-    path = tmp_path / "records.jsonl"
     path.write_text('{"config": {}}\n  ')
     assert records.mend(path) is None and records.read(path) == [{"config": {}}]
     path.write_text('{"config": {}}\n')
-    monkeypatch.setattr(records, "locked", None)
+    monkeypatch.setattr(records, "locked", None)  # a whole file is not written to
     assert records.mend(path) is None
 
 

@@ -64,13 +64,9 @@ def test_no_trial_is_captured_on_a_cpu():
 
 # on a GPU
 
-DECAYED = {"decay_lr": True}
 SETTINGS = {
     **{name: {} for name in METHODS},
-    "sg, decayed": DECAYED,
-    "unitstep, decayed": DECAYED,
-    "whitened-adam, decayed": DECAYED,
-    "whitened-muon, decayed": DECAYED,
+    **{f"{name}, decayed": {"decay_lr": True} for name in ("sg", "unitstep", "whitened-adam", "whitened-muon")},
     "adam, augmented": {"augment": "crop+flip+cutout"},
     "batch-norm, large": {"model": "deep_net", "augment": True},
 }
