@@ -25,9 +25,6 @@ def few_images(monkeypatch):
     monkeypatch.setattr(data, "load", lambda source: small_arrays(count=20, channels=1))
 
 
-# what cannot be done
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,8 +148,6 @@ def test_a_reader_that_has_enough_is_no_error():
     assert errors == ""
 
 
-# sweep
-
 SWEEP = ("sweep", "--methods", "sg", "adam", "--stepsizes", "0.01", "0.1", "--epochs", "1", "--batch-size", "10")
 
 
@@ -193,9 +188,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     assert call(*words, "--seeds", "0") == 0 and file.read_text().startswith(kept)
     first = [r["config"] for r in records.read(file) if r["seed"] == 0]
     assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
-
-
-# train
 
 
 def begun(one, arrays):
@@ -330,9 +322,6 @@ def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path,
     assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
 
 
-# report
-
-
 def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.jsonl").mkdir()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
@@ -350,9 +339,6 @@ def test_paths_are_written_in_any_terminal(tmp_path):
     words = ["-m", "evenstep", "report", tmp_path / "ünï"]
     code, shown, errors = finished(*words, env={"PYTHONIOENCODING": "ascii"})
     assert (code, errors) == (0, "") and "\\xfcn\\xef" in shown
-
-
-# reproduce
 
 
 def test_experiments_are_run_once_each():
@@ -409,8 +395,6 @@ def test_reproduce_that_ends_early_says_how_to_go_on(left, code, tmp_path, monke
     shown = printed(capsys, "reproduce", "fig1", "--out", tmp_path, code=code)
     assert "the same command goes on with the rest" in shown and "15/16" in shown
 
-
-# doctor
 
 CONV = "lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))"
 NET = "lambda: Net(nn.Linear(4, 4))\nclass Net(nn.Sequential):\n    def forward(self, x):\n        "

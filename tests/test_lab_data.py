@@ -221,11 +221,7 @@ BAD = [  # what is loaded, how it came to be there, and the reason why it cannot
     *(("cifar", cifar(labels=[0, 1, 2, no]), f"test_batch: .*from 0 to 9; found {no!r}") for no in (10, -1, "3")),
     *(("cifar.tar.gz", cut(write_archive, keep), NO_ARCHIVE) for keep in (100, 30_000, -20)),
     ("cifar.tar.gz", partial(write_archive, data_batch_5=None), "data_batch_5 is not in the archive"),
-    (
-        "cifar.tar.gz",
-        partial(write_archive, test_batch=b"no"),
-        f"cifar.tar.gz, .*-py/test_batch: {NOT_READ}",
-    ),
+    ("cifar.tar.gz", partial(write_archive, test_batch=b"no"), f"cifar.tar.gz, .*-py/test_batch: {NOT_READ}"),
     ("broken.tar.gz", file(b"\x1f\x8b rubbish"), NO_ARCHIVE),
     ("other.zip", file(b"PK rubbish"), NO_ARCHIVE),
     ("cut.tar.gz", file(GZIP[:200]), NO_ARCHIVE),
@@ -249,11 +245,7 @@ BAD = [  # what is loaded, how it came to be there, and the reason why it cannot
     ("zoo", partial(write_images, bad=b"plain text"), r"bad\.jpg: not a readable image: .*cannot identify image file"),
     ("zoo", partial(write_images, classes=("ape",)), "train: at least two folders of images are needed.*found 1"),
     ("zoo", partial(write_images, count=0), "train/ape: no image in it"),
-    (
-        "zoo",
-        lambda path: (write_images(path), (path / "val/cat").mkdir()),
-        "val/cat: no class of that name in train",
-    ),
+    ("zoo", lambda path: (write_images(path), (path / "val/cat").mkdir()), "val/cat: no class of that name in train"),
     ("short.txt", partial(write_text, length=50), "a text of at least 10,000 characters .* 50"),
     ("bytes.txt", file(b"\xff" * 20_000), "not a text in UTF-8"),
 ]

@@ -136,9 +136,6 @@ def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
         images(Options(data=tmp_path / "empty"))
 
 
-# budget, names, command line
-
-
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
         def run(session):
@@ -154,9 +151,6 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
         monkeypatch.setattr(EXPERIMENTS[name], "run", slow(name))
     left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=80)
     assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
-
-
-# the page
 
 
 def test_the_page_has_every_claim_and_every_figure(quick, tmp_path):
@@ -189,9 +183,6 @@ def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(qui
         reproduction.write(tmp_path / "docs", tmp_path / "docs")
 
 
-# figure 1: closed forms
-
-
 def test_gradient_and_newton_direction_of_the_benign_function():
     w = torch.tensor([1.3, -0.8], dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(fig1.value(w), w)
@@ -216,9 +207,6 @@ def test_trajectories_against_closed_forms():
                 assert (abs(first), abs(second)) == pytest.approx((0.3, 0.3))
             else:
                 assert math.hypot(first, second) == pytest.approx(0.3)
-
-
-# the coupling of App. D
 
 
 def test_coupling_formula_is_the_mean_over_all_batches():
@@ -255,9 +243,6 @@ def test_sampled_bias_meets_the_formula_and_is_judged():
     assert coupling.measured.judge([wrong]).held is False
 
 
-# methods made for these experiments
-
-
 def small_net():
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
@@ -284,9 +269,6 @@ def test_l2_is_a_term_of_the_loss():
         descend(plain, functional.cross_entropy(twin(x), y) + penalty)
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     assert torch.equal(model.eval()(x), twin(x))
-
-
-# tuning, with trainings that are made up
 
 
 def made_up(contender, lr, seed, *losses, **config):
@@ -340,9 +322,6 @@ def test_runs_that_end_above_guessing_are_no_results():
     assert tuning.best_rate(found) == 0.1 and tuning.beyond(found) == 0.05
     assert tuning.losses(found) == [math.inf] * 3
     assert tuning.best_rate([*found, made_up(fig2.SG, 0.8, 0, 2.2)]) == 0.8
-
-
-# verdicts, on made-up records
 
 
 def ends(experiment, losses, **config):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import identity, reading, records, sweep, trial
+from evenstep.lab import identity, reading, records, trial
 from evenstep.lab.commands import run_training, shared
 from evenstep.lab.data import Text
 from evenstep.lab.evaluate import evaluate
@@ -18,15 +18,11 @@ from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from lab_helpers import small_arrays
+from lab_helpers import alone, small_arrays
 
 
 def tiny_model(channels=3):
     return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16 * channels, 8), nn.ReLU(), nn.Linear(8, 10))
-
-
-def run(one, data):
-    return next(sweep.side_by_side([one], data))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,7 @@ def test_blank_lines_are_no_damage_and_only_a_line_feed_ends_a_record(tmp_path, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method):
-    record = run(Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5), small_arrays(channels=1))
+    record = alone(Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5), small_arrays(channels=1))
     assert record["config"]["method"] == method and record["config"]["data"] == "random"
     assert len(record["metrics"]) == 1 and not record["metrics"][0]["diverged"]
     json.dumps(record, allow_nan=False)
@@ -160,7 +156,7 @@ def test_every_method_trains(method):
 
 def test_same_trial_same_numbers_and_options_reach_the_optimizer():
     def losses(**options):
-        record = run(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
+        record = alone(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
         return [row["train_loss"] for row in record["metrics"]]
 
     assert losses() == losses()
