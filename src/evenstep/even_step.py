@@ -101,7 +101,7 @@ class EvenStep(WithMoments):
         if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        seen = [(e, e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible]
+        seen = [(e, e.weight, layer) for e, layer in self._statistics.layers.items() if e.slot.input_visible]
         state = {weight: self._incoming.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
         known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
         weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
@@ -124,4 +124,4 @@ class EvenStep(WithMoments):
 
 def thin(entry: Entry) -> bool:
     """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
-    return min(entry.layout.shape[1], entry.layout.shape[2:].numel()) < 2
+    return min(entry.shape[1], entry.shape[2:].numel()) < 2

@@ -113,8 +113,9 @@ class CurvatureMonitor:
         optimizer._monitors.append(self)
 
     @_disable_dynamo  # compiled, the growing history would have the step compiled anew each time
-    def note(self, block: Block, layer: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
+        layer = block.statistics
         if layer is None or block.entry is None or "mx" not in state:
             return
         path = block.entry.label
