@@ -102,6 +102,22 @@ def through_a_file(saved):
     return torch.load(file, weights_only=True)
 
 
+def assert_resumes(build, case, batches, energy):
+    """Training that goes on from a file in another network ends where the whole one does, bit by bit: its optimizer."""
+    model, other = build(), build()
+    optimizer = case.build(model)
+    fit(optimizer, model, batches[:3], energy)
+    saved_model, saved_optimizer = through_a_file([model.state_dict(), optimizer.state_dict()])
+    fit(optimizer, model, batches[3:], energy)
+    other.load_state_dict(saved_model)
+    resumed = case.build(other)
+    resumed.load_state_dict(saved_optimizer)
+    fit(resumed, other, batches[3:], energy)
+    assert_same(model, other)
+    assert same(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+    return optimizer
+
+
 class Net(nn.Module):
     """One of each kind of block: biases, none, a frozen one; groups, a norm, an embedding, bare parameters.
 
@@ -227,7 +243,7 @@ def states(optimizer, model):
 
 def layer_statistics(optimizer):
     """What each layer has added up of its inputs since the last step, by its weight's name."""
-    return optimizer._statistics.layers if optimizer._statistics is not None else {}
+    return {entry.name: layer for entry, layer in optimizer._statistics.layers.items()}
 
 
 def backends(optimizer):
@@ -341,6 +357,15 @@ def twice():
     """A layer that a forward uses twice, and one it does not use."""
     layers = {"layer": nn.Linear(3, 3), "spare": nn.Linear(3, 3)}
     return Forward(lambda self, x: self.layer(torch.tanh(self.layer(x)) + 1), **layers)
+
+
+def tied(two, share_bias=False):
+    """Two Linear layers that share their weight, and their bias or not."""
+    one = nn.Linear(3, 3)
+    two.weight = one.weight
+    if share_bias:
+        two.bias = one.bias
+    return Forward(lambda self, x: self.two(torch.tanh(self.one(x)) + 1), one=one, two=two)
 
 
 def assert_follows(reference, optimizer, model, batches, tolerance=1e-9):

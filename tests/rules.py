@@ -10,6 +10,9 @@ from torch import nn
 
 import oracle
 
+SETTINGS = {"decay": 0.6, "damping": 0.1}
+GUARDS = {"fresh_max": 2.0, "trust": 0.1}
+
 
 class ThirdPartyRule(torch.optim.Optimizer):
     """Subclasses say what to do with a parameter."""

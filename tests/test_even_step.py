@@ -1,4 +1,4 @@
-"""EvenStep against a slow truth in float64, and what is its own: balls, heads, lines that are rounding."""
+"""EvenStep and UnitStep against slow truths on explicit v, and what is EvenStep's own: balls, heads, rounded lines."""
 
 import copy
 import math
@@ -10,13 +10,11 @@ from torch.testing import assert_close
 
 import oracle
 from cases import LAYERS
-from evenstep import EvenStep
+from evenstep import EvenStep, UnitStep
 from evenstep.math import polar
-from helpers import UNGUARDED, coverage_of, descend, fit, randn
-from rules import drifting
-
-SETTINGS = {"decay": 0.6, "damping": 0.1}
-GUARDS = {"fresh_max": 2.0, "trust": 0.1}
+from evenstep.math.stepsize import LONG
+from helpers import UNGUARDED, Forward, assert_follows, coverage_of, descend, fit, randn
+from rules import GUARDS, SETTINGS, RuleOnV, deep_network, drifting
 
 
 def network():
@@ -109,17 +107,60 @@ def by_singular_values(matrix, steps=4):
     return u @ torch.diag(s) @ vh
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("guards", [UNGUARDED, GUARDS], ids=["bare", "guarded"])
+with_momentum = pytest.mark.parametrize("momentum", [0.0, 0.9])
+with_guards = pytest.mark.parametrize("guards", [UNGUARDED, GUARDS], ids=["bare", "guarded"])
+
+
+@with_momentum
+@with_guards
 def test_a_step_is_its_documentation(guards, momentum):
     model = network()
     with torch.no_grad():
         model[0].weight *= 6  # longer than √units: its radius is its own norm
     settings = SETTINGS | {"lr": 0.1, "momentum": momentum, **guards}
-    reference, batches = OrthogonalOnV(model, **settings), drifting(shock=1.0 if guards is UNGUARDED else 30.0)
-    fit(EvenStep(model, **settings), model, batches)
-    smallest = min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
-    oracle.assert_same_parameters(reference, model)
+    batches = drifting(shock=1.0 if guards is UNGUARDED else 30.0)
+    smallest = assert_follows(OrthogonalOnV(model, **settings), EvenStep(model, **settings), model, batches)
+    assert smallest == 1 if guards is UNGUARDED else smallest < 0.9
+
+
+class UnitStepOnV(RuleOnV):
+    """Nesterov momentum over the root of each unit's running mean square, damped by the layer's; β = 1."""
+
+    def __init__(self, model, *, lr, momentum, eps, **keywords):
+        super().__init__(model, None, **keywords)
+        self.lr, self.momentum, self.eps = lr, momentum, eps
+        self.squares = [oracle.Moments(self.decay) for _ in self.layers]
+        self.buffers = [[0.0, 0.0] for _ in self.layers]
+
+    def frame(self, k, x, y, g2):
+        c, spread, fresh = oracle.OnV.frame(self, k, x, y, g2)
+        return c._replace(beta=torch.ones_like(c.beta)), spread, fresh
+
+    def steps(self, k, grads, v):
+        _, unit = oracle.places(self.layers[k])
+
+        def per_unit(weight, bias=0.0):
+            return oracle.sum_per_unit(unit, weight**2, oracle.units(self.layers[k])) + bias**2
+
+        square, m = per_unit(*grads), self.momentum
+        self.squares[k].update(square.unsqueeze(0))
+        average, _ = self.squares[k].mean_var()
+        root = (self.eps + torch.maximum(average, square) + self.damping * average.mean()).sqrt()
+        scale = (per_unit(*v).sqrt() / LONG).clamp(min=1) / root
+        self.buffers[k] = [m * old + g for old, g in zip(self.buffers[k], grads, strict=False)]
+        ahead = [(1 - m) * (g + m * b) for g, b in zip(grads, self.buffers[k], strict=True)]
+        return [-self.lr * scale[unit] * ahead[0], *(-self.lr * scale * one for one in ahead[1:])]
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-2])
+@with_momentum
+@with_guards
+def test_unit_step_is_its_documentation(guards, momentum, eps):
+    model, batches = deep_network(), drifting(shock=1.0 if guards is UNGUARDED else 30.0)
+    with torch.no_grad():
+        model[2].weight[:3] *= 20  # units that are longer than usual
+    settings = SETTINGS | {"lr": 0.1, "momentum": momentum, "eps": eps, **guards}
+    smallest = assert_follows(UnitStepOnV(model, **settings), UnitStep(model, **settings), model, batches)
     assert smallest == 1 if guards is UNGUARDED else smallest < 0.9
 
 
@@ -132,11 +173,6 @@ def test_the_iteration_brings_singular_values_near_one():
 def test_the_iteration_is_one_on_singular_values(shape):
     x = torch.randn(2, *shape).double()
     assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
-
-
-def tall(hidden=12):
-    """A hidden layer that starts inside its ball (rows shorter than 1), then a head."""
-    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
 
 
 @pytest.mark.parametrize("scale", [1, 0])
@@ -164,8 +200,8 @@ def matrix_of(layer):
 
 
 def test_weights_stay_in_their_balls():
-    """As long as training goes on, they are at most a step outside."""
-    model = tall()
+    """As long as training goes on, they are at most a step outside. They start inside: rows are shorter than 1."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     optimizer = EvenStep(model, lr=0.2, trust=None)
     x, t = randn(32, 6), 100 * randn(32, 3)  # a target that asks for ever longer weights
     for _ in range(60):
@@ -188,16 +224,10 @@ def test_a_bias_before_a_norm_does_not_move_by_rounding():
     assert shift < 1e-3 * model[0].bias.detach().std() + 1e-3
 
 
-class Named(nn.Module):
+def named():
     """A model whose last layer by registration is not the one called last."""
-
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(8, 3)
-        self.hidden = nn.Linear(6, 8)
-
-    def forward(self, x):
-        return self.out(torch.tanh(self.hidden(x)))
+    layers = {"out": nn.Linear(8, 3), "hidden": nn.Linear(6, 8)}
+    return Forward(lambda self, x: self.out(torch.tanh(self.hidden(x))), **layers).double()
 
 
 def uses_adam(optimizer, weight):
@@ -206,7 +236,7 @@ def uses_adam(optimizer, weight):
 
 def test_the_head_is_the_layer_called_last_and_kept_in_checkpoints():
     """Also for a model that is wrapped, whose layers have other names."""
-    model = Named().double()
+    model = named()
     optimizer = EvenStep(model)
     fit(optimizer, model, [(randn(8, 6), randn(8, 3))])
     assert uses_adam(optimizer, model.out.weight) and not uses_adam(optimizer, model.hidden.weight)
@@ -218,17 +248,12 @@ def test_the_head_is_the_layer_called_last_and_kept_in_checkpoints():
 
 
 def test_coverage_says_what_adamw_moves_and_which_layer_is_the_head():
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out, self.embed, self.norm = nn.Linear(8, 9), nn.Embedding(9, 8), nn.LayerNorm(8)
-            self.hidden, self.gate = nn.Linear(8, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.norm(self.hidden(self.embed(x)))
+        return self.out(x * self.gate(x))
 
-        def forward(self, x):
-            x = self.norm(self.hidden(self.embed(x)))
-            return self.out(x * self.gate(x))
-
-    model = Language()
+    layers = {"out": nn.Linear(8, 9), "embed": nn.Embedding(9, 8), "norm": nn.LayerNorm(8)}
+    model = Forward(forward, **layers, hidden=nn.Linear(8, 8), gate=nn.Linear(8, 1))
     optimizer = EvenStep(model)
     assert coverage_of(optimizer)["gate.weight"][1] == "moved by AdamW: the head, unless another layer is called last"
     descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
@@ -244,23 +269,16 @@ def test_coverage_says_what_adamw_moves_and_which_layer_is_the_head():
 
 @pytest.mark.parametrize(("head", "adams"), [(None, set()), ("hidden*", {"hidden"}), ("*", {"hidden", "out"})])
 def test_a_head_can_be_named(head, adams):
-    model = Named().double()
+    model = named()
     optimizer = EvenStep(model, head=head)
     fit(optimizer, model, [(randn(8, 6), randn(8, 3))])
     assert {name for name in ("hidden", "out") if uses_adam(optimizer, getattr(model, name).weight)} == adams
 
 
 def test_a_weight_shared_with_an_embedding_is_the_head():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.hidden, self.out = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
-            self.out.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.out(torch.tanh(self.hidden(self.embed(x))))
-
-    model = Tied()
+    layers = {"embed": nn.Embedding(9, 6), "hidden": nn.Linear(6, 6), "out": nn.Linear(6, 9, bias=False)}
+    layers["out"].weight = layers["embed"].weight
+    model = Forward(lambda self, x: self.out(torch.tanh(self.hidden(self.embed(x)))), **layers)
     optimizer = EvenStep(model)
     assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared with")
     descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
@@ -285,15 +303,8 @@ def test_a_last_layer_of_one_unit_is_the_head_before_any_forward_and_after(calle
 
 
 def test_attention_is_orthogonalized_and_is_no_head():
-    class Attending(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out, self.attention = nn.Linear(8, 3), nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.out(self.attention(x, x, x, need_weights=False)[0])
-
-    model = Attending().double()
+    layers = {"out": nn.Linear(8, 3), "attention": nn.MultiheadAttention(8, 2, batch_first=True)}
+    model = Forward(lambda self, x: self.out(self.attention(x, x, x, need_weights=False)[0]), **layers).double()
     optimizer = EvenStep(model)
     descend(optimizer, model(randn(4, 5, 8)).square().mean())
     assert uses_adam(optimizer, model.out.weight)
@@ -301,13 +312,16 @@ def test_attention_is_orthogonalized_and_is_no_head():
         assert "radius" in optimizer.state[weight]
 
 
-def test_it_keeps_one_momentum_one_float_per_line_and_two_per_input():
+@pytest.mark.parametrize(("cls", "lines"), [(EvenStep, (28, 33)), (UnitStep, (8, 16))])
+def test_they_keep_one_momentum_one_float_per_line_and_two_per_input(cls, lines):
+    """Lines are the longer of rows and columns, the bias included, or units."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5))
-    optimizer = EvenStep(model)
+    optimizer = cls(model)
     descend(optimizer, nn.functional.cross_entropy(model(torch.randn(4, 3, 4, 4)), torch.randint(0, 5, (4,))))
-    for layer, inputs, units, lines in ((model[0], 3, 8, 28), (model[3], 32, 16, 33)):
-        state = optimizer.state[layer.weight]
-        columns = layer.weight[0].numel() + 1
-        assert state["momentum_buffer"].shape == (units, columns)
-        arrays = sorted(v.numel() for k, v in state.items() if k != "momentum_buffer" and v.numel() > 1)
-        assert arrays == sorted([inputs, inputs, lines])
+    for layer, inputs, count in ((model[0], 3, lines[0]), (model[3], 32, lines[1])):
+        states = [dict(optimizer.state[p]) for p in layer.parameters()]
+        buffers = [state.pop("momentum_buffer").numel() for state in states if "momentum_buffer" in state]
+        assert sum(buffers) == sum(p.numel() for p in layer.parameters())
+        sizes = [value.numel() for state in states for value in state.values()]
+        assert sorted(size for size in sizes if size > 1) == sorted([inputs, inputs, count])
+        assert sizes.count(1) <= 7

@@ -11,12 +11,12 @@ from itertools import count
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import OPTIMIZERS
 from evenstep.kernels.launch import Launcher
 from helpers import CPU_AND_GPU, GPU, assert_all_moved, descend, weights
+from rules import deep_network
 
 
 class Interrupted(Exception):
@@ -41,14 +41,13 @@ SERVED = [name for name in NAMES if name not in ("canonical", "network")]  # by 
 
 
 def loss_of(model):
-    x = torch.randn(16, 2, 5, 5) + 0.5
+    x = torch.randn(16, 2, 4, 4) + 0.5
     return model(x.to(model[0].weight)).square().mean()
 
 
 def trained(build, device, steps):
     """A network and its optimizer after some steps."""
-    layers = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8, bias=False), nn.ReLU(), nn.Linear(8, 3)]
-    model = nn.Sequential(*layers).to(device)
+    model = deep_network().float().to(device)
     optimizer = build(model)
     for _ in range(steps):
         descend(optimizer, loss_of(model))

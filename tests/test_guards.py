@@ -43,7 +43,7 @@ def batches(count, dtype=torch.float32):
 def test_guards_follow_their_definition(cls, lr, seed, name, shock, frozen):
     """Both, with stale moments, against loops over inputs and units; a frozen bias is part of its unit.
 
-    For rules of torch and UnitStep see test_whitened.py and test_unit_step.py.
+    For rules of torch and UnitStep see test_whitened.py and test_even_step.py.
     """
     torch.manual_seed(seed)
     case = LAYERS[name]

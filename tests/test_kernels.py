@@ -96,8 +96,8 @@ class HalfWhitening(Whitening):
 def test_kernels_leave_coordinates_that_they_do_not_know_to_torch(coordinates, served, monkeypatch):
     monkeypatch.setattr(host, "runs_on", lambda weight: True)
     optimizer = type("Derived", (evenstep.WhitenedSGD,), {"coordinates": coordinates})(nn.Linear(4, 3))
-    ((block, stage),) = optimizer._with_statistics(optimizer._blocks(lambda p: True))
-    assert host.serves(block, stage, optimizer.state) is served
+    (block,) = optimizer._blocks(lambda p: True)
+    assert host.serves(block, optimizer.state) is served
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

@@ -17,7 +17,8 @@ class Network(nn.Module):
 
     def __init__(self, *, inplace=False, keyword=False, recompute=None):
         super().__init__()
-        self.one = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace), nn.Flatten())
+        up = nn.ConvTranspose2d(4, 4, 1, groups=2)
+        self.one = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace), up, nn.Flatten())
         self.two = nn.Sequential(nn.Linear(64, 6), nn.LayerNorm(6), nn.ReLU(inplace))
         self.head = nn.Linear(6, 3)
         self.keyword, self.recompute = keyword, recompute
@@ -87,6 +88,7 @@ def clip_by_hand(model, optimizer, x, y, by):
 def channels_last(model, optimizer, x, y):
     model.to(memory_format=torch.channels_last)
     plain(model, optimizer, x.to(memory_format=torch.channels_last), y)
+    assert model.one[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def validate(model, optimizer, x, y):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from cases import OPTIMIZERS
 from helpers import is_finite, through_a_file
+from rules import deep_network
 
 CLEAR = 1e-4  # a gradient this large must move its parameter
 
@@ -51,19 +52,11 @@ def mixed():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), normed, nn.ReLU(inplace=True), last)
 
 
-def convolutional():
-    convolutions = nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ConvTranspose2d(4, 4, 2, stride=2)
-    grouped = nn.Conv2d(4, 4, 2, groups=2, bias=False)
-    return nn.Sequential(
-        convolutions[0], nn.ReLU(), convolutions[1], nn.Tanh(), grouped, nn.Flatten(), nn.Linear(36, 3)
-    )
-
-
 MODELS = {
     "mixed": mixed,
     "shared": shared,
     "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
-    "images": convolutional,
+    "images": lambda: deep_network().float(),
     "attention": lambda: Language(recurrent=False),
     "recurrent": lambda: Language(recurrent=True),
 }

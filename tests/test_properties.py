@@ -1,4 +1,4 @@
-"""Properties that hold for any shape, order, split and layout, against loops and explicit coordinates."""
+"""Properties that hold for any shape and order, against loops and explicit coordinates."""
 
 import copy
 import math
@@ -14,8 +14,7 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from evenstep.math import moments
-from helpers import UNGUARDED, assert_same, every_optimizer, fit, randn, twins
-from rules import deep_network
+from helpers import UNGUARDED, every_optimizer, fit, randn
 
 SEEDS = st.integers(0, 2**31)
 
@@ -84,37 +83,6 @@ def test_permuting_inputs_or_units_permutes_the_update(case, seed, conv):
     assert_close(twin.bias, layer.bias[units], rtol=1e-9, atol=1e-10)
 
 
-@every_optimizer
-@given(seed=SEEDS, sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4))
-@settings(max_examples=5)
-def test_micro_batches_of_any_sizes_give_the_update_of_the_whole(case, seed, sizes):
-    """Each micro-batch's loss is divided by the size of the whole batch."""
-    torch.manual_seed(seed)
-    total = sum(sizes)
-    model, twin = twins(deep_network)
-    batches = [(randn(total, 2, 4, 4) + k, randn(total, 3)) for k in range(3)]
-    fit(case.build(model), model, batches)
-    optimizer = case.build(twin)
-    for x, t in batches:
-        optimizer.zero_grad()
-        for part, target in zip(x.split(sizes), t.split(sizes), strict=True):
-            (oracle.log_cosh(twin(part), target).sum() / total).backward()
-        optimizer.step()
-    assert_same(model, twin, rtol=1e-7, atol=1e-8)  # AdamW divides gradients that are rounding by their own size
-
-
-@every_optimizer
-def test_channels_last_equals_contiguous(case):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2, groups=2)).double()
-    twin = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    batches = [(randn(4, 3, 4, 4) + k, randn(4, 2, 5, 5)) for k in range(3)]
-    fit(case.build(model), model, batches)
-    wide = [(x.to(memory_format=torch.channels_last), t) for x, t in batches]
-    fit(case.build(twin), twin, wide)
-    assert_same(model, twin, rtol=1e-9, atol=1e-11)
-    assert twin[0].weight.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize("shapes", [[(64, 3)], [(16, 7, 3)], [(70, 3), (10, 3), (30, 3)]])
 @pytest.mark.parametrize(
     ("dtype", "levels", "decay", "tolerance"),
@@ -156,11 +124,6 @@ def test_a_lattice_of_rows_is_within_its_bound(shape, limit, data):
     assert thin.shape[dim] == shape[dim], "all inputs are kept"
     assert thin.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "nothing is copied"
     assert set(thin.flatten().tolist()) <= set(x.flatten().tolist())
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(1024, 64), (64, 64), (16, 16)])
-def test_a_lattice_keeps_examples_before_positions(limit, kept):
-    assert len(moments.thinned(torch.zeros(64, 3, 32, 32), 1, limit)) == kept
 
 
 def test_moments_of_a_lattice_are_near_those_of_all_rows():

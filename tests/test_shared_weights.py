@@ -9,33 +9,12 @@ from torch.testing import assert_close
 
 import evenstep
 import oracle
-from helpers import PAPER, Forward, coverage_of, every_optimizer, moved_by, randn, twice, weights
-
-
-def tied(two, share_bias=False):
-    """Two Linear layers that share their weight, and their bias or not."""
-    one = nn.Linear(3, 3)
-    two.weight = one.weight
-    if share_bias:
-        two.bias = one.bias
-    return Forward(lambda self, x: self.two(torch.tanh(self.one(x)) + 1), one=one, two=two).double()
+from helpers import PAPER, coverage_of, every_optimizer, moved_by, randn, tied, twice, weights
 
 
 def met_by(first, x):
     """What the weight meets for an input, in both of its places."""
     return torch.cat([x, torch.tanh(first(x)) + 1]).detach()
-
-
-def test_a_layer_called_several_times_has_one_update_from_pooled_moments():
-    """Rows of both calls are pooled, S is summed over calls, the gradient is the sum: one step on v."""
-    model, x = twice().double(), randn(5, 3)
-    met, (weight, bias) = met_by(model.layer, x), model.layer.parameters()
-    optimizer = evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
-    moved = moved_by(optimizer, oracle.log_cosh(model(x), x).mean())
-    dw, (db,) = oracle.natural_gradient(weight.grad, [bias.grad], met, shared=2)
-    assert_close(moved[weight], -0.2 * dw)
-    assert_close(moved[bias], -0.2 * db)
-    assert optimizer.state[weight]["sharing"] == 2
 
 
 @every_optimizer
@@ -50,22 +29,35 @@ def test_an_unused_layer_is_left_alone_and_keeps_its_moments(case):
     assert all(torch.equal(v, kept[k]) for k, v in optimizer.state[model.spare.weight].items())
 
 
+SHARED = {  # a model, the layer that its input meets first, and what coverage() says of the weight
+    "called twice": (twice, "layer", ""),
+    "tied": (lambda: tied(nn.Linear(3, 3)), "one", "tied: one, two"),
+    "tied with its bias": (lambda: tied(nn.Linear(3, 3), share_bias=True), "one", "tied: one, two"),
+}
+
+
 @pytest.mark.parametrize("trust", [None, 0.1])
-@pytest.mark.parametrize("share_bias", [True, False])
-def test_tied_weights_have_one_update_with_the_sum_of_their_biases(share_bias, trust):
-    """Moments are pooled over both places; the guard has one factor for the weight and its biases, the tightest."""
-    model, x, lr = tied(nn.Linear(3, 3), share_bias), randn(6, 3), 5.0 if trust else 0.2
-    met, (weight, *biases) = met_by(model.one, x), model.parameters()
-    w, *b = weights(model)
+@pytest.mark.parametrize("shared", SHARED)
+def test_a_weight_used_twice_has_one_update_from_pooled_moments_with_the_sum_of_its_biases(shared, trust):
+    """Rows of both uses are pooled, S is summed, the gradient is the sum: one step on v.
+
+    The guard has one factor for the weight and its biases, the tightest.
+    """
+    build, name, reason = SHARED[shared]
+    model, x, lr = build().double(), randn(6, 3), 5.0 if trust else 0.2
+    first = model.get_submodule(name)
+    met, used = met_by(first, x), first if shared == "called twice" else model
+    (weight, *biases), (w, *b) = used.parameters(), weights(used)
     optimizer = evenstep.WhitenedSGD(model, lr=lr, **PAPER | {"trust": trust})
-    assert coverage_of(optimizer)["one.weight"] == ("whitened", "tied: one, two")
+    assert coverage_of(optimizer)[f"{name}.weight"] == ("whitened", reason)
     moved = moved_by(optimizer, oracle.log_cosh(model(x), x).mean())
+    assert optimizer.state[weight]["sharing"] == 2
     dw, db = oracle.natural_gradient(weight.grad, [bias.grad for bias in biases], met, shared=2)
     dw, db = -lr * dw, [-lr * d for d in db]
     factor = torch.ones(3).double()
     if trust:
         mean, var = oracle.mean_var(met)
-        factor = oracle.trust_factors(model.one, w, b, dw, db, mean, var, var, trust)
+        factor = oracle.trust_factors(first, w, b, dw, db, mean, var, var, trust)
         assert (factor < 1).all()
     assert_close(moved[weight], factor.view(-1, 1) * dw)
     for bias, d in zip(biases, db, strict=True):
@@ -74,7 +66,7 @@ def test_tied_weights_have_one_update_with_the_sum_of_their_biases(share_bias, t
 
 def test_a_tied_weight_with_a_bias_at_one_place_only_takes_the_biasless_form():
     """No bias goes with every use of the weight, so none can be its x_0 = 1; the one there is moves alone."""
-    model, x = tied(nn.Linear(3, 3, bias=False)), randn(6, 3)
+    model, x = tied(nn.Linear(3, 3, bias=False)).double(), randn(6, 3)
     met, (weight, bias) = met_by(model.one, x), model.parameters()
     optimizer = evenstep.WhitenedSGD(model, lr=0.2, **PAPER)
     assert [how for how, _ in coverage_of(optimizer).values()] == ["whitened", "fan-in"]
@@ -86,7 +78,7 @@ def test_a_tied_weight_with_a_bias_at_one_place_only_takes_the_biasless_form():
 @pytest.mark.parametrize("block", ["network", "unit"])
 def test_blocks_of_tied_weights_have_length_eta(block):
     """A unit's block is its weights and all its biases, each counted once (eqs. 9 and 10)."""
-    model = tied(nn.Linear(3, 3))
+    model = tied(nn.Linear(3, 3)).double()
     optimizer = evenstep.BlockNaturalSGD(model, lr=0.1, block=block, bounded=False)
     moved = moved_by(optimizer, model(randn(5, 3)).square().mean())
     units = torch.cat([moved[model.one.weight], *(moved[m.bias].unsqueeze(1) for m in (model.one, model.two))], 1)

@@ -4,14 +4,6 @@ import warnings
 
 import pytest
 
-
-def warn_at(level):
-    """Warn as torch does of its own deprecated functions; `level` 1 blames the function, 2 its caller."""
-    torch_like = {"__name__": "torch.jit._script", "warnings": warnings}
-    exec("def deprecated(level): warnings.warn('deprecated', DeprecationWarning, stacklevel=level)", torch_like)
-    torch_like["deprecated"](level)
-
-
 OTHERS = ["torch", "torch.jit._script", "triton.runtime.jit", "lightning.pytorch", "transformers", "numpy", "sys"]
 ITS_OWN = ["evenstep", "evenstep.model.survey", "__main__", "conftest", "helpers", "oracle", "test_lab_cli"]
 every_category = pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
@@ -30,14 +22,6 @@ def test_other_packages_warnings_pass(module, category):
 def test_warnings_of_the_library_and_its_tests_are_errors(module, category):
     with pytest.raises(category, match="avoidable"):
         warnings.warn_explicit("avoidable", category, "file.py", 1, module=module)
-
-
-def test_a_package_that_warns_passes_if_it_blames_itself_and_is_an_error_if_it_blames_its_caller():
-    with warnings.catch_warnings(record=True) as passed:
-        warn_at(1)
-    assert [str(w.message) for w in passed] == ["deprecated"]
-    with pytest.raises(DeprecationWarning, match="deprecated"):
-        warn_at(2)
 
 
 def test_exceptions_that_nobody_can_catch_are_errors():

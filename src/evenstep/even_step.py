@@ -1,30 +1,29 @@
 """The optimizer to try first: orthogonalized momentum in whitened coordinates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import options
 from .coordinates.coordinates import Coordinates, Statistics
 from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
-from .options import explained
+from .optimizers import WithMoments
+from .options import preset
 from .rules.orthogonal import OrthogonalRule
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
-from .step.plan import Plan
 from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 
-@explained
-class EvenStep(CoordinateOptimizer):
+@preset
+class EvenStep(WithMoments):
     """The one to try first: orthogonalized momentum in whitened coordinates, relative to the weights, with guards.
 
     Every layer but the head is a matrix [unit, inputs · kernel + 1] that moves along the polar factor of its momentum:
@@ -42,34 +41,23 @@ class EvenStep(CoordinateOptimizer):
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
     _copied = ("_rest",)
-    _head: Tensor | None = None
-    _incoming: Mapping[Tensor, Any] = MappingProxyType({})  # state that is about to be loaded
+    _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
+    lr: float | Tensor = 0.02
+    _: KW_ONLY
+    momentum: float = 0.9
+    decay: float = 0.99
+    head: str | None = "auto"
+    plain_lr: float | None = 3e-3
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.02,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        decay: float = 0.99,
-        damping: float = 0.1,
-        fresh_max: float | None = 4.0,
-        trust: float | None = 0.1,
-        rows: int | None = 1024,
-        head: str | None = "auto",
-        plain_lr: float | None = 3e-3,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        defaults = options.for_groups(locals())
+    def _start(self, arguments: dict[str, Any]) -> None:
         adamw = TorchClass(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
         self._rest = TorchRule(adamw, adamw, own_options=True)
-        super().__init__(params, defaults, model, process_group)
+        super()._start(arguments)
+
+    def _detached(self) -> None:
+        super()._detached()
+        self._head: Tensor | None = None
+        self._incoming: Mapping[Tensor, Any] = {}  # state that is about to be loaded
 
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """Matrices of hidden layers are orthogonalized; all else is for AdamW."""
@@ -113,7 +101,7 @@ class EvenStep(CoordinateOptimizer):
         if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        seen = [(e, e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible]
+        seen = [(e, e.weight, layer) for e, layer in self._statistics.layers.items() if e.slot.input_visible]
         state = {weight: self._incoming.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
         known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
         weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
@@ -128,17 +116,12 @@ class EvenStep(CoordinateOptimizer):
         try:
             super()._check(state_dict, mark)
         finally:
-            self.__dict__.pop("_incoming", None)
+            self._incoming = {}
 
     def _torch_state(self) -> tuple[set[str], bool]:
         return self._rest.base.keeps - {"step"}, True
 
-    @_disable_dynamo
-    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
-        """Stand-ins are parameters, which compilers do not make: the rules run between two graphs."""
-        super()._direct(plan, ok)
-
 
 def thin(entry: Entry) -> bool:
     """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
-    return min(entry.layout.shape[1], entry.layout.shape[2:].numel()) < 2
+    return min(entry.shape[1], entry.shape[2:].numel()) < 2

@@ -1,16 +1,16 @@
-"""The optimizers: each is a preset of coordinates, a rule and guards."""
+"""The optimizers: each is a preset of coordinates, a rule, and what its keywords are by default."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
-from . import options
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .options import explained
+from .options import for_groups, preset
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
 from .rules.unit import UnitRule
@@ -21,68 +21,70 @@ from .torch_optimizer.optimizer_step import CoordinateOptimizer
 natural_rule = cache(BlockNaturalRule)  # one object per kind, so that blocks can be grouped by it
 
 
-@explained
-class FanInSGD(CoordinateOptimizer):
+@preset
+class Preset(CoordinateOptimizer):
+    """What all presets take."""
+
+    params: Any
+    lr: float | Tensor
+    _: KW_ONLY
+    model: nn.Module | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    trust: float | None = 0.1
+    exclude: Sequence[str] = ()
+    maximize: bool = False
+    foreach: bool | None = None
+    capturable: bool = False
+    process_group: Any = None
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        """Begin with these arguments of the constructor."""
+        params, model, process_group = (arguments[name] for name in ("params", "model", "process_group"))
+        CoordinateOptimizer.__init__(self, params, for_groups(arguments), model, process_group)
+
+
+@preset
+class WithMoments(Preset):
+    """What presets with moments of the layers' inputs take besides."""
+
+    _: KW_ONLY
+    decay: float = 0.95
+    damping: float = 0.1
+    fresh_max: float | None = 4.0
+    rows: int | None = 1024
+    plain_lr: float | None = None
+
+
+@preset
+class FanInSGD(Preset):
     """SGD with every layer's stepsize divided by √(n·S), fan-in times sharing count (§3.5).
 
     Hooks count how often each weight is used, and nothing else.
     """
 
     coordinates = FanIn
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1.0,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        plain_lr: float | None = None,
-        trust: float | None = None,
-        sharing: float | None = None,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        super().__init__(params, options.for_groups(locals()), model, process_group)
+    lr: float | Tensor = 1.0
+    _: KW_ONLY
+    trust: float | None = None
+    plain_lr: float | None = None
+    sharing: float | None = None
 
 
-@explained
-class WhitenedSGD(CoordinateOptimizer):
+@preset
+class WhitenedSGD(WithMoments):
     """SGD in whitened coordinates, eq. 12 (§4).
 
     With `damping=0, fresh_max=None, trust=None` it is the paper's, to the letter.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.3,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decay: float = 0.95,
-        damping: float = 0.1,
-        fresh_max: float | None = 4.0,
-        trust: float | None = 0.1,
-        rows: int | None = 1024,
-        plain_lr: float | None = None,
-        sharing: float | None = None,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        super().__init__(params, options.for_groups(locals()), model, process_group)
+    lr: float | Tensor = 0.3
+    _: KW_ONLY
+    sharing: float | None = None
 
 
-@explained
-class CanonicalSGD(CoordinateOptimizer):
+@preset
+class CanonicalSGD(WithMoments):
     """SGD in canonical coordinates, eq. 5 (§2.3): whitened inputs, and units scaled by 1/E[g²].
 
     Fast, and known to diverge with little warning (§2.4). E[g²] is read at each layer's output, so it must know how
@@ -92,31 +94,15 @@ class CanonicalSGD(CoordinateOptimizer):
 
     coordinates = Canonical
     _copied = ("scaler",)
+    lr: float | Tensor = 1e-4
+    _: KW_ONLY
+    plain_lr: float | None = 0.01
+    reduction: str = "mean"
+    scaler: Any = None
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-4,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decay: float = 0.95,
-        damping: float = 0.1,
-        fresh_max: float | None = 4.0,
-        trust: float | None = 0.1,
-        rows: int | None = 1024,
-        plain_lr: float | None = 0.01,
-        reduction: str = "mean",
-        scaler: Any = None,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        super().__init__(params, options.for_groups(locals()), model, process_group)
-        self.scaler = scaler
+    def _start(self, arguments: dict[str, Any]) -> None:
+        super()._start(arguments)
+        self.scaler = arguments["scaler"]
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
@@ -129,8 +115,8 @@ class CanonicalSGD(CoordinateOptimizer):
         return None if self._statistics.model is None else self._statistics.examples() / self._world
 
 
-@explained
-class UnitStep(CoordinateOptimizer):
+@preset
+class UnitStep(WithMoments):
     """Whitened coordinates, eq. 11 per unit with momentum, both guards: no matrix product, the cheapest rule.
 
     Each unit's gradient on v is divided by the root of its running mean square, damped by the layer's, so that every
@@ -141,33 +127,16 @@ class UnitStep(CoordinateOptimizer):
     """
 
     rule = UnitRule()
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.05,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        decay: float = 0.99,
-        damping: float = 0.3,
-        fresh_max: float | None = 4.0,
-        trust: float | None = 0.1,
-        rows: int | None = 1024,
-        eps: float = 1e-12,
-        plain_lr: float | None = None,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        super().__init__(params, options.for_groups(locals()), model, process_group)
+    lr: float | Tensor = 0.05
+    _: KW_ONLY
+    momentum: float = 0.9
+    decay: float = 0.99
+    damping: float = 0.3
+    eps: float = 1e-12
 
 
-@explained
-class BlockNaturalSGD(CoordinateOptimizer):
+@preset
+class BlockNaturalSGD(Preset):
     """Steps of bounded length per block of parameters (§3.2–3.4), with G = I in plain coordinates.
 
     `block` is what shares a denominator: the whole "network" (eq. 9), each "unit" with its bias (eq. 10), or each
@@ -176,28 +145,14 @@ class BlockNaturalSGD(CoordinateOptimizer):
     """
 
     coordinates = Coordinates
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.01,
-        *,
-        model: nn.Module | None = None,
-        block: str = "unit",
-        bounded: bool = True,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decay: float = 0.95,
-        eps: float = 1e-12,
-        bias_correction: bool = True,
-        trust: float | None = None,
-        exclude: Sequence[str] = (),
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        super().__init__(params, options.for_groups(locals()), model, process_group)
+    lr: float | Tensor = 0.01
+    _: KW_ONLY
+    block: str = "unit"
+    bounded: bool = True
+    decay: float = 0.95
+    eps: float = 1e-12
+    bias_correction: bool = True
+    trust: float | None = None
 
     def _rule_of(self, group: Group) -> Rule:
         return natural_rule(group["block"], group["bounded"])

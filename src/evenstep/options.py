@@ -1,15 +1,17 @@
 """Every hyperparameter, declared once: its meaning, for docstrings and docs/api.md, and the values allowed.
 
-The signature of an optimizer says which it takes. Errors name the owner, what is allowed and what came.
+The annotated attributes of a `preset` say which it takes. Errors name the owner, what is allowed and what came.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch import distributed as dist
+from typing_extensions import dataclass_transform
 
 Class = TypeVar("Class", bound=type)
 
@@ -119,8 +121,38 @@ NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "
 
 
 def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that groups have, from the `locals()` of a constructor."""
+    """The hyperparameters that groups have, of all arguments of a constructor."""
     return {name: value for name, value in arguments.items() if name not in NOT_IN_GROUPS}
+
+
+@dataclass_transform()
+def preset(cls: Class) -> Class:
+    """Make the annotated attributes of an optimizer class its keywords, as a dataclass does; subclasses have them, too.
+
+    The constructor hands the arguments to `_start`. The attributes are deleted: the values that count are the groups'.
+    """
+    keywords: dict[str, Parameter] = dict(getattr(cls, "_keywords", {}))
+    for name, annotation in inspect.get_annotations(cls).items():
+        if not name.startswith("_") and not str(annotation).startswith("typing.ClassVar"):
+            kind = Parameter.POSITIONAL_OR_KEYWORD if name in ("params", "lr") else Parameter.KEYWORD_ONLY
+            default = vars(cls).get(name, Parameter.empty)
+            keywords[name] = Parameter(name, kind, default=default, annotation=annotation)
+            if name in vars(cls):
+                delattr(cls, name)
+    signature = inspect.Signature([*keywords.values()])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            found = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        found.apply_defaults()
+        self._start(found.arguments)
+
+    constructor, made = __init__, cls  # type: Any, Any
+    constructor.__signature__ = inspect.Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *keywords.values()])
+    made.__init__, made._keywords = constructor, keywords
+    return explained(cls)
 
 
 def check(owner: str, group: Mapping[str, Any]) -> None:

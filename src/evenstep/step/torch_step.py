@@ -30,9 +30,9 @@ class TorchStep(RuleStep):
 
     needs_direction = True
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], state: Any) -> None:
-        """Either all of `stages` or none is None."""
-        self.stages = [s for s in stages if s is not None]
+    def __init__(self, blocks: Sequence[Block], state: Any) -> None:
+        """Either all blocks belong to layers, or none."""
+        self.stages = [block.statistics for block in blocks if block.statistics is not None]
         super().__init__(blocks, state, widest(blocks, self.stages, state))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
