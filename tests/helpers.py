@@ -102,6 +102,22 @@ def through_a_file(saved):
     return torch.load(file, weights_only=True)
 
 
+def assert_resumes(build, case, batches, energy):
+    """Training that goes on from a file in another network ends where the whole one does, bit by bit: its optimizer."""
+    model, other = build(), build()
+    optimizer = case.build(model)
+    fit(optimizer, model, batches[:3], energy)
+    saved_model, saved_optimizer = through_a_file([model.state_dict(), optimizer.state_dict()])
+    fit(optimizer, model, batches[3:], energy)
+    other.load_state_dict(saved_model)
+    resumed = case.build(other)
+    resumed.load_state_dict(saved_optimizer)
+    fit(resumed, other, batches[3:], energy)
+    assert_same(model, other)
+    assert same(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+    return optimizer
+
+
 class Net(nn.Module):
     """One of each kind of block: biases, none, a frozen one; groups, a norm, an embedding, bare parameters.
 

@@ -102,6 +102,12 @@ def train(optimizer, model, forward, shape, steps=None):
     return graphs
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test starts with nothing compiled."""
+    forget()
+
+
 def forget():
     """Forget what was compiled and counted."""
     torch._dynamo.reset()
@@ -187,7 +193,6 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
                 assert value.storage_offset() * value.itemsize % 16 == 0
         return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
     model = deep_network().float()
     optimizer = evenstep.UnitStep(model)
     compiled = torch.compile(model, fullgraph=True, backend=lambda *graph: compile_fx(*graph, inner_compile=inner))
@@ -202,7 +207,6 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
 @pytest.mark.parametrize("part", [True, False], ids=["part compiled", "part eager"])
 def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
     """Beside calls of the whole model, in which a layer called twice counts once."""
-    torch._dynamo.reset()
     model, x = chain(twice(), nn.Linear(3, 3)), torch.randn(16, 3)
     optimizer = evenstep.WhitenedSGD(model)
     forward, body = (
@@ -243,7 +247,6 @@ def test_every_way_to_compile_is_watched(way):
 @pytest.mark.feature("compiled model")
 @every_optimizer
 def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
-    torch._dynamo.reset()
     model, x = mlp(), torch.randn(5, 6)
     optimizer = case.build(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -269,10 +272,8 @@ def assert_applied(optimizer, count):
 @pytest.fixture
 def blind():
     """Dynamo as it comes: it takes no notice of hooks that were not there when it compiled."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.feature("compiled model")
@@ -360,7 +361,6 @@ def test_inductor_steps_to_the_same_weights(case):
 
 @pytest.mark.feature("compiled step")
 def test_a_compiled_step_warns_of_layers_without_statistics():
-    torch._dynamo.reset()
     model = mlp()
     optimizer = evenstep.UnitStep(model)
     optimizer.detach()
@@ -388,7 +388,6 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
 
     A kernel is called once for each layer, with the tensor that the layer itself reads.
     """
-    torch._dynamo.reset()
     eager = chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     model, served, calls, dtypes = copy.deepcopy(eager), by != "plain operations", [], set()
     if served:
