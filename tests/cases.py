@@ -107,6 +107,7 @@ TORCH_RULES = {
     "nesterov-joint": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.001, "momentum": 0.9, "nesterov": True, "joint": True}
     ),
+    "orthogonal": OptimizerCase(evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "head": None}),
     "unguarded-rule": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.RMSprop, "lr": 1e-3, "eps": 0.1, "trust": None, "fresh_max": None}
     ),

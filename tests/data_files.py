@@ -60,22 +60,23 @@ def idx_bytes(array):
 
 
 def write_idx(folder, zipped=True, first=9, **replaced):
-    """A folder of MNIST's four files with a few images each; `replaced` as for CIFAR-10."""
+    """A folder of MNIST's four files with a few images each; `train_images=…` and the like as for CIFAR-10."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, truth = np.random.default_rng(0), {}
     for half, count in (("train", 12), ("t10k", 5)):
         images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = np.array([first, 0, 0, 3, 0, 2, 7, 2, 5, 5, 1, 1][:count], np.uint8)
         truth[half] = images, labels
-        for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
-            content = replaced.get(name.replace("-", "_"), idx_bytes(array))
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            content = replaced.get(f"{half}_{kind[:6]}", idx_bytes(array))
             if content is not None:
-                (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+                path = folder / (f"{half}-{kind}-ubyte" + ".gz" * zipped)
+                path.write_bytes(gzip.compress(content) if zipped else content)
     return truth
 
 
-def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3):
-    """An ImageFolder of PNG files of one colour each; the colours by file."""
+def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "bee"), count=3, bad=None):
+    """An ImageFolder of PNG files of one colour each, and `bad` as another file; the colours by file."""
     rng, colours = np.random.default_rng(0), {}
     for split in splits:
         for name in classes:
@@ -85,6 +86,8 @@ def write_images(root, size=(32, 32), splits=("train", "val"), classes=("ape", "
                 path = folder / f"{k}.png"
                 colours[path] = tuple(rng.integers(0, 256, 3).tolist())
                 Image.new("RGB", size, colours[path]).save(path)
+    if bad is not None:
+        (root / "val" / "bee" / "bad.jpg").write_bytes(bad)
     return colours
 
 

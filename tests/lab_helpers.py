@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenstep.lab import cli, data
+from evenstep.lab import cli, data, sweep
 
 TESTS, SOURCE = Path(__file__).parent, Path(cli.__file__).parents[2]
 
@@ -37,6 +37,11 @@ def record(method, lr, losses, seed=0, accuracy=0.5, **config):
         "commit": "abc123",
         "time": "2026-01-01T00:00:00+00:00",
     }
+
+
+def alone(trial, data, device="cpu"):
+    """The record of a trial that runs by itself."""
+    return next(sweep.side_by_side([trial], data, device, 1))
 
 
 def without_seconds(rows):

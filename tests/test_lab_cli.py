@@ -25,9 +25,6 @@ def few_images(monkeypatch):
     monkeypatch.setattr(data, "load", lambda source: small_arrays(count=20, channels=1))
 
 
-# what cannot be done
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,8 +148,6 @@ def test_a_reader_that_has_enough_is_no_error():
     assert errors == ""
 
 
-# sweep
-
 SWEEP = ("sweep", "--methods", "sg", "adam", "--stepsizes", "0.01", "0.1", "--epochs", "1", "--batch-size", "10")
 
 
@@ -193,9 +188,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     assert call(*words, "--seeds", "0") == 0 and file.read_text().startswith(kept)
     first = [r["config"] for r in records.read(file) if r["seed"] == 0]
     assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
-
-
-# train
 
 
 def begun(one, arrays):
@@ -330,9 +322,6 @@ def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path,
     assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
 
 
-# report
-
-
 def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.jsonl").mkdir()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
@@ -350,9 +339,6 @@ def test_paths_are_written_in_any_terminal(tmp_path):
     words = ["-m", "evenstep", "report", tmp_path / "ünï"]
     code, shown, errors = finished(*words, env={"PYTHONIOENCODING": "ascii"})
     assert (code, errors) == (0, "") and "\\xfcn\\xef" in shown
-
-
-# reproduce
 
 
 def test_experiments_are_run_once_each():
@@ -410,10 +396,14 @@ def test_reproduce_that_ends_early_says_how_to_go_on(left, code, tmp_path, monke
     assert "the same command goes on with the rest" in shown and "15/16" in shown
 
 
-# doctor
-
 CONV = "lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))"
 NET = "lambda: Net(nn.Linear(4, 4))\nclass Net(nn.Sequential):\n    def forward(self, x):\n        "
+DATACLASS = """lambda: nn.Linear(Config().width, 4)
+from dataclasses import dataclass
+@dataclass
+class Config:
+    width: 'int' = 4
+"""
 WORDS = "lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))"
 SHAPE, TOO_LARGE = "--input must be a shape such as 8x3x32x32; got ", "--input must have at most 64 sizes and"
 
@@ -438,13 +428,21 @@ def test_doctor_shows_coverage_memory_and_time(diagnose, capsys):
     assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
-    ("build", "inputs"),
-    [(CONV, "{'input': torch.zeros(2, 3, 8, 8)}"), (NET + "return super().forward(x[0])", "[torch.zeros(2, 4)]")],
-    ids=["dict", "list, which is one argument"],
+    ("build", "shown"),
+    [
+        (CONV + "\ninputs = lambda: {'input': torch.zeros(2, 3, 8, 8)}", "Time: "),
+        (NET + "return super().forward(x[0])\ninputs = lambda: [torch.zeros(2, 4)]", "Time: "),  # one argument
+        ("lambda: nn.Linear(0, 4)", "parameters train"),
+        (DATACLASS, "20 parameters train"),
+    ],
 )
-def test_doctor_takes_inputs_from_the_file(build, inputs, diagnose, capsys):
-    assert "Time: " in printed(capsys, *diagnose(f"{build}\ninputs = lambda: {inputs}"))
+@pytest.mark.parametrize("name", ["a_model.py", "random.py"])
+def test_a_users_file_is_a_module_like_any_other_and_may_have_inputs(build, shown, name, diagnose, capsys):
+    import random
+
+    assert shown in printed(capsys, *diagnose(build, name=name)) and sys.modules["random"] is random
 
 
 @pytest.mark.parametrize(
@@ -477,17 +475,3 @@ def test_doctor_takes_inputs_from_the_file(build, inputs, diagnose, capsys):
 )  # fmt: skip
 def test_faults_of_the_users_file_are_one_line_with_their_place(build, more, message, diagnose, capsys):
     assert message in refused(capsys, *diagnose(build, *more))
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_doctor_takes_a_layer_without_weights(diagnose, capsys):
-    assert "parameters train" in printed(capsys, *diagnose("lambda: nn.Linear(0, 4)"))
-
-
-@pytest.mark.parametrize("name", ["a_model.py", "random.py"])
-def test_a_users_file_is_a_module_like_any_other(name, diagnose, capsys):
-    import random
-
-    code = "lambda: nn.Linear(Config().width, 4)\nfrom dataclasses import dataclass\n@dataclass\nclass Config:\n"
-    assert call(*diagnose(code + "    width: 'int' = 4", name=name)) == 0
-    assert "20 parameters train" in capsys.readouterr().out and sys.modules["random"] is random

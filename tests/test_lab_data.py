@@ -4,6 +4,7 @@ import gzip
 import io
 import lzma
 import pickle
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -177,28 +178,11 @@ Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.
 
 def cifar(content=None, labels=LABELS, pixels=PIXELS):
     batch = pickle.dumps({b"data": pixels, b"labels": labels}, protocol=2) if content is None else content
-    return lambda path: write_cifar(path, test_batch=batch)
-
-
-def archive(**replaced):
-    return lambda path: write_archive(path, **replaced)
-
-
-def idx(**replaced):
-    return lambda path: write_idx(path, **replaced)
+    return partial(write_cifar, test_batch=batch)
 
 
 def zeros(*shape):
     return idx_bytes(np.zeros(shape, np.uint8))
-
-
-def images(bad=None, **settings):
-    def write(path):
-        write_images(path, **settings)
-        if bad is not None:
-            (path / "val" / "bee" / "bad.jpg").write_bytes(bad)
-
-    return write
 
 
 def file(content):
@@ -216,18 +200,15 @@ def cut(write, keep, name=""):
     return write_and_cut
 
 
-NOT_READ, NO_DICT, NO_ARCHIVE = (
-    "not a readable pickle",
-    "should be a dict with b'data' and b'labels'",
-    ": not a readable archive",
-)
+NOT_READ, NO_ARCHIVE = "not a readable pickle", ": not a readable archive"
+NO_DICT = "should be a dict with b'data' and b'labels'"
 BAD = [  # what is loaded, how it came to be there, and the reason why it cannot be
     ("fashoin", None, r"did you mean 'fashion'\?"),
     ("qqq", None, "known: fashion"),
     ("x" * 300, None, "File name too long"),
     ("cifar-10-batch-py", lambda path: path.with_name("cifar-10-batches-py").mkdir(), "cifar-10-batches-py'\\?"),
-    ("empty", lambda path: path.mkdir(), "nothing known is there; a folder should hold cifar-10-batches-py"),
-    ("cifar", lambda path: write_cifar(path, data_batch_4=None), "data_batch_4: no such file"),
+    ("empty", Path.mkdir, "nothing known is there; a folder should hold cifar-10-batches-py"),
+    ("cifar", partial(write_cifar, data_batch_4=None), "data_batch_4: no such file"),
     ("cifar", cifar(pickle.dumps({b"data": PIXELS, b"labels": LABELS})[:-2000]), f"test_batch: {NOT_READ}"),
     ("cifar", cifar(b""), f"test_batch: {NOT_READ}"),
     ("cifar", cifar(b"not a pickle at all"), f"test_batch: {NOT_READ}"),
@@ -238,38 +219,34 @@ BAD = [  # what is loaded, how it came to be there, and the reason why it cannot
     ("cifar", cifar(pixels=7), "test_batch: .*got int"),
     ("cifar", cifar(labels=LABELS[:-1]), "test_batch: .*a list of 4 numbers; got list of length 3"),
     *(("cifar", cifar(labels=[0, 1, 2, no]), f"test_batch: .*from 0 to 9; found {no!r}") for no in (10, -1, "3")),
-    *(("cifar.tar.gz", cut(archive(), keep), NO_ARCHIVE) for keep in (100, 30_000, -20)),
-    ("cifar.tar.gz", archive(data_batch_5=None), "data_batch_5 is not in the archive"),
-    ("cifar.tar.gz", archive(test_batch=b"no"), f"cifar.tar.gz, cifar-10-batches-py/test_batch: {NOT_READ}"),
+    *(("cifar.tar.gz", cut(write_archive, keep), NO_ARCHIVE) for keep in (100, 30_000, -20)),
+    ("cifar.tar.gz", partial(write_archive, data_batch_5=None), "data_batch_5 is not in the archive"),
+    ("cifar.tar.gz", partial(write_archive, test_batch=b"no"), f"cifar.tar.gz, .*-py/test_batch: {NOT_READ}"),
     ("broken.tar.gz", file(b"\x1f\x8b rubbish"), NO_ARCHIVE),
     ("other.zip", file(b"PK rubbish"), NO_ARCHIVE),
     ("cut.tar.gz", file(GZIP[:200]), NO_ARCHIVE),
     ("renamed", file(GZIP[:200]), NO_ARCHIVE),
     ("spoilt.gz", file(GZIP[:10] + b"\xff" * 100), NO_ARCHIVE),
-    ("idx", idx(train_images_idx3_ubyte=zeros(12, 28, 28)[:-1]), "train-images.*.gz: .*9408 bytes .* 9407 do"),
-    ("idx", idx(train_images_idx3_ubyte=b""), "train-images.*.gz: not an idx file of bytes with 3 dimensions"),
-    ("idx", idx(train_images_idx3_ubyte=b"\0\0\x08\x03\0\0"), "train-images.*.gz: not an idx file"),
-    ("idx", idx(train_images_idx3_ubyte=zeros(12)), "train-images.*.gz: .*3 dimensions; it begins '00000801'"),
-    ("idx", idx(train_images_idx3_ubyte=zeros(12, 40, 28)), "train-images.*.gz: .*at most 32x32 .* got 12x40x28"),
-    ("idx", idx(train_images_idx3_ubyte=zeros(0, 28, 28)), "train-images.*.gz: .*got 0x28x28"),
-    ("idx", idx(train_images_idx3_ubyte=zeros(12, 0, 28)), "train-images.*.gz: .*got 12x0x28"),
-    ("idx", idx(t10k_labels_idx1_ubyte=zeros(4)), "t10k-labels.*.gz: .*5 labels are needed.* got 4"),
-    ("idx", idx(t10k_labels_idx1_ubyte=idx_bytes(np.full(5, 10, np.uint8))), "t10k-labels.*from 0 to 9; found 10"),
-    ("idx", cut(idx(), -50, "t10k-images-idx3-ubyte.gz"), r"t10k-images-idx3-ubyte\.gz: not a readable gzip file"),
-    ("idx", idx(t10k_images_idx3_ubyte=None), "t10k-images-idx3-ubyte: no such file, nor"),
-    ("idx", idx(train_labels_idx1_ubyte=None), "train-labels-idx1-ubyte: no such file"),
-    ("zoo", images(JPEG.getvalue()[:1500]), r"bad\.jpg: not a readable image: .*truncated"),
-    ("zoo", images(JPEG.getvalue()[:30]), r"bad\.jpg: not a readable image: "),
-    ("zoo", images(b""), r"bad\.jpg: not a readable image: .*cannot identify image file"),
-    ("zoo", images(b"plain text"), r"bad\.jpg: not a readable image: .*cannot identify image file"),
-    ("zoo", images(classes=("ape",)), "train: at least two folders of images are needed.*found 1"),
-    ("zoo", images(count=0), "train/ape: no image in it"),
-    (
-        "zoo",
-        lambda path: (write_images(path), (path / "val/cat").mkdir()),
-        "val/cat: no class of that name in train",
-    ),
-    ("short.txt", lambda path: write_text(path, 50), "a text of at least 10,000 characters .* 50"),
+    ("idx", partial(write_idx, train_images=zeros(12, 28, 28)[:-1]), "train-images.*.gz: .*9408 bytes .* 9407 do"),
+    ("idx", partial(write_idx, train_images=b""), "train-images.*.gz: not an idx file of bytes with 3 dimensions"),
+    ("idx", partial(write_idx, train_images=b"\0\0\x08\x03\0\0"), "train-images.*.gz: not an idx file"),
+    ("idx", partial(write_idx, train_images=zeros(12)), "train-images.*.gz: .*3 dimensions; it begins '00000801'"),
+    ("idx", partial(write_idx, train_images=zeros(12, 40, 28)), "train-images.*.gz: .*at most 32x32 .* got 12x40x28"),
+    ("idx", partial(write_idx, train_images=zeros(0, 28, 28)), "train-images.*.gz: .*got 0x28x28"),
+    ("idx", partial(write_idx, train_images=zeros(12, 0, 28)), "train-images.*.gz: .*got 12x0x28"),
+    ("idx", partial(write_idx, t10k_labels=zeros(4)), "t10k-labels.*.gz: .*5 labels are needed.* got 4"),
+    ("idx", partial(write_idx, t10k_labels=idx_bytes(np.full(5, 10, np.uint8))), "t10k-labels.*from 0 to 9; found 10"),
+    ("idx", cut(write_idx, -50, "t10k-images-idx3-ubyte.gz"), r"t10k-images-idx3-ubyte\.gz: not a readable gzip file"),
+    ("idx", partial(write_idx, t10k_images=None), "t10k-images-idx3-ubyte: no such file, nor"),
+    ("idx", partial(write_idx, train_labels=None), "train-labels-idx1-ubyte: no such file"),
+    ("zoo", partial(write_images, bad=JPEG.getvalue()[:1500]), r"bad\.jpg: not a readable image: .*truncated"),
+    ("zoo", partial(write_images, bad=JPEG.getvalue()[:30]), r"bad\.jpg: not a readable image: "),
+    ("zoo", partial(write_images, bad=b""), r"bad\.jpg: not a readable image: .*cannot identify image file"),
+    ("zoo", partial(write_images, bad=b"plain text"), r"bad\.jpg: not a readable image: .*cannot identify image file"),
+    ("zoo", partial(write_images, classes=("ape",)), "train: at least two folders of images are needed.*found 1"),
+    ("zoo", partial(write_images, count=0), "train/ape: no image in it"),
+    ("zoo", lambda path: (write_images(path), (path / "val/cat").mkdir()), "val/cat: no class of that name in train"),
+    ("short.txt", partial(write_text, length=50), "a text of at least 10,000 characters .* 50"),
     ("bytes.txt", file(b"\xff" * 20_000), "not a text in UTF-8"),
 ]
 

@@ -136,9 +136,6 @@ def test_images_are_the_ones_that_the_experiment_wants(tmp_path):
         images(Options(data=tmp_path / "empty"))
 
 
-# budget, names, command line
-
-
 def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     def slow(name):
         def run(session):
@@ -154,9 +151,6 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
         monkeypatch.setattr(EXPERIMENTS[name], "run", slow(name))
     left = reproduce.reproduce(list(EXPERIMENTS), QUICK, tmp_path, budget=80)
     assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
-
-
-# the page
 
 
 def test_the_page_has_every_claim_and_every_figure(quick, tmp_path):
@@ -189,9 +183,6 @@ def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(qui
         reproduction.write(tmp_path / "docs", tmp_path / "docs")
 
 
-# figure 1: closed forms
-
-
 def test_gradient_and_newton_direction_of_the_benign_function():
     w = torch.tensor([1.3, -0.8], dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(fig1.value(w), w)
@@ -216,9 +207,6 @@ def test_trajectories_against_closed_forms():
                 assert (abs(first), abs(second)) == pytest.approx((0.3, 0.3))
             else:
                 assert math.hypot(first, second) == pytest.approx(0.3)
-
-
-# the coupling of App. D
 
 
 def test_coupling_formula_is_the_mean_over_all_batches():
@@ -255,9 +243,6 @@ def test_sampled_bias_meets_the_formula_and_is_judged():
     assert coupling.measured.judge([wrong]).held is False
 
 
-# methods made for these experiments
-
-
 def small_net():
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
@@ -284,9 +269,6 @@ def test_l2_is_a_term_of_the_loss():
         descend(plain, functional.cross_entropy(twin(x), y) + penalty)
     torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
     assert torch.equal(model.eval()(x), twin(x))
-
-
-# tuning, with trainings that are made up
 
 
 def made_up(contender, lr, seed, *losses, **config):
@@ -342,9 +324,6 @@ def test_runs_that_end_above_guessing_are_no_results():
     assert tuning.best_rate([*found, made_up(fig2.SG, 0.8, 0, 2.2)]) == 0.8
 
 
-# verdicts, on made-up records
-
-
 def ends(experiment, losses, **config):
     """Runs that end with these losses, by the contender's name; of several seeds where there are several."""
     return [
@@ -375,11 +354,14 @@ def l2_run(contender, seed, accuracies, loss=0.5):
     return run
 
 
-def l2_runs(*penalized, failed=False):
+def l2_runs(*penalized):
     found = [l2_run(l2.BATCH_NORM, seed, (0.5, 0.65, 0.66)) for seed in (0, 1)]
     found += [l2_run(l2.with_l2(l2.WHITENING, 0.01), seed, penalized) for seed in (0, 1)]
     found += [l2_run(l2.WHITENING, 0, (0.5, 0.6)), l2_run(l2.with_l2(l2.WHITENING, 0.001), 0, (0.1, 0.2, 0.3))]
-    return found + ([l2_run(l2.with_l2(l2.WHITENING, 0.1), 0, (0.5, 0.9), loss=2.5)] if failed else [])
+    return found
+
+
+FAILED = l2_run(l2.with_l2(l2.WHITENING, 0.1), 0, (0.5, 0.9), loss=2.5)  # above guessing
 
 
 def fig3_runs(loss, seconds, norm=1.0, others=9.0):
@@ -434,7 +416,7 @@ VERDICTS = [  # decided by all seeds
     (scale.many, scaling({"SG": [2.0]}, {"SG": [3.0], "WHITENING": [2.5]}), False, ""),
     (l2.recovered, l2_runs(0.5, 0.6, 0.655), True, "λ = 0.01,"),
     (l2.recovered, l2_runs(0.5, 0.6, 0.64), False, "λ = 0.01,"),
-    (l2.recovered, l2_runs(0.5, 0.6, 0.655, failed=True), True, "λ = 0.01,"),  # which ended above guessing
+    (l2.recovered, [*l2_runs(0.5, 0.6, 0.655), FAILED], True, "λ = 0.01,"),
     (l2.rates, l2_runs(0.5, 0.65, 0.66), True, ""),
     (l2.rates, l2_runs(0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.66), False, ""),
     (l2.rates, l2_runs(None, None, 0.66), None, "after the last epoch alone"),

@@ -227,7 +227,7 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
     claims = [Claim("§1", HOSTILE, lambda _, verdict=verdict: Verdict(*verdict)) for verdict in said]
     monkeypatch.setitem(EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=claims))
     records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1"}, 0, [{}]))
-    (tmp_path / "figures").mkdir()
+    assert "img" not in dict(Page(tmp_path).tags), "there is no figure yet"
     (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
     page = Page(tmp_path)
     words = ["held", "did not hold", "undecided"]

@@ -66,10 +66,6 @@ def test_width_is_the_widest_interval_about_the_best_within_the_tolerance(runs, 
         assert (found.below, found.above) == (low == rates[0], high == rates[-1])
 
 
-def test_a_worst_seed_beyond_the_limit_ends_the_width():
-    assert summary.width(grid([[1.0, 1.06], [0.9, 1.0], [0.95, 1.0]])).decades == 0.0
-
-
 def test_divergence_is_no_loss_or_more_than_at_first():
     for losses, l0 in (([2.0, 2.4], 2.3), ([2.0, None], None), ([None], 2.3)):
         assert summary.diverged(record("sg", 0.1, losses), l0)
