@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = {
+    "EvenStep": "`EvenStep`",
     "UnitStep": "`UnitStep`",
     "Whitened(SGD)": "`Whitened` SGD",
     "Whitened(AdamW)": "`Whitened` AdamW",
@@ -47,11 +48,12 @@ def page(records: dict[str, dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]], reasons: dict[str, str]) -> str:
-    """Features down, optimizers across."""
+    """Features down, optimizers across: those that the record has."""
+    columns = {name: title for name, title in COLUMNS.items() if any(row["optimizer"] == name for row in rows)}
     cells = {(row["feature"], row["optimizer"]): cell(row, reasons) for row in rows}
     features = dict.fromkeys(row["feature"] for row in rows)
-    lines = [["feature", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
-    lines += [[feature, *(cells.get((feature, name), "") for name in COLUMNS)] for feature in features]
+    lines = [["feature", *columns.values()], ["---"] * (len(columns) + 1)]
+    lines += [[feature, *(cells.get((feature, name), "") for name in columns)] for feature in features]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from cases import BY_HAND, OPTIMIZERS, TORCH_RULES
+from cases import BY_HAND, ONE_EACH, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kind import Look
 from evenstep.statistics.batch import LayerStatistics
@@ -28,6 +28,7 @@ CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
 
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+one_of_each_class = pytest.mark.parametrize("case", ONE_EACH.values(), ids=ONE_EACH.keys())
 
 
 def small_network():
@@ -100,6 +101,22 @@ def through_a_file(saved):
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def assert_resumes(build, case, batches, energy):
+    """Training that goes on from a file in another network ends where the whole one does, bit by bit: its optimizer."""
+    model, other = build(), build()
+    optimizer = case.build(model)
+    fit(optimizer, model, batches[:3], energy)
+    saved_model, saved_optimizer = through_a_file([model.state_dict(), optimizer.state_dict()])
+    fit(optimizer, model, batches[3:], energy)
+    other.load_state_dict(saved_model)
+    resumed = case.build(other)
+    resumed.load_state_dict(saved_optimizer)
+    fit(resumed, other, batches[3:], energy)
+    assert_same(model, other)
+    assert same(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+    return optimizer
 
 
 class Net(nn.Module):
@@ -227,7 +244,7 @@ def states(optimizer, model):
 
 def layer_statistics(optimizer):
     """What each layer has added up of its inputs since the last step, by its weight's name."""
-    return optimizer._statistics.layers if optimizer._statistics is not None else {}
+    return {entry.name: layer for entry, layer in optimizer._statistics.layers.items()}
 
 
 def backends(optimizer):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenstep.lab import cli, data
+from evenstep.lab import cli, data, sweep
 
 TESTS, SOURCE = Path(__file__).parent, Path(cli.__file__).parents[2]
 
@@ -39,9 +39,20 @@ def record(method, lr, losses, seed=0, accuracy=0.5, **config):
     }
 
 
+def alone(trial, data, device="cpu"):
+    """The record of a trial that runs by itself."""
+    return next(sweep.side_by_side([trial], data, device, 1))
+
+
 def without_seconds(rows):
     """The rows of a run but for their times, which no two runs share."""
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def luminance(parts):
+    """The luminance of a colour's red, green and blue, each up to 255, as contrast counts it: 0.05 to 1.05."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in parts)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 
 
 def call(*arguments):
@@ -49,6 +60,14 @@ def call(*arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main([str(word) for word in arguments])
     return caught.value.code
+
+
+def printed(capsys, *arguments, code=0):
+    """What a command prints, none of it as an error."""
+    assert call(*arguments) == code
+    shown, errors = capsys.readouterr()
+    assert errors == ""
+    return shown
 
 
 def refused(capsys, *arguments):

@@ -31,6 +31,7 @@ def preset(name: str, cls: type, *rule: type, **defaults: Any) -> Any:
 
 WhitenedSGD = preset("WhitenedSGD", evenstep.WhitenedSGD)
 FanInSGD = preset("FanInSGD", evenstep.FanInSGD)
+EvenStep = preset("EvenStep", evenstep.EvenStep, plain_lr=None)
 CanonicalSGD = preset("CanonicalSGD", evenstep.CanonicalSGD, plain_lr=None)
 WhitenedBySGD = preset("WhitenedBySGD", evenstep.Whitened, torch.optim.SGD)
 WhitenedByAdamW = preset("WhitenedByAdamW", evenstep.Whitened, torch.optim.AdamW)
@@ -111,7 +112,8 @@ PLAIN_LR = {"plain_lr": {"plain_lr": 1e-2}}
 
 def rows() -> list[OptimizerInfo]:
     """One row per public optimizer, and one of `Whitened` per rule it is run with."""
-    even = inputs(momentum={"momentum": 0.0}, eps={"eps": 1e-3}, **PLAIN_LR, **MOMENTS)
+    unit = inputs(momentum={"momentum": 0.0}, eps={"eps": 1e-3}, **PLAIN_LR, **MOMENTS)
+    even = inputs(momentum={"momentum": 0.0}, head={"head": None}, **PLAIN_LR, **MOMENTS)
     natural = inputs(
         network={"block": "network"},
         weight={"block": "weight", "momentum": 0.9},
@@ -124,7 +126,8 @@ def rows() -> list[OptimizerInfo]:
     return [
         info(evenstep.BlockNaturalSGD, natural, errors("momentum", "eps")),
         info(CanonicalSGD, inputs(**MOMENTUM, **PLAIN_LR, **MOMENTS), errors("momentum")),
-        info(evenstep.UnitStep, even, errors("momentum", "eps")),
+        info(EvenStep, even, errors("momentum")),
+        info(evenstep.UnitStep, unit, errors("momentum", "eps")),
         info(FanInSGD, inputs(**MOMENTUM, sharing={"sharing": 4.0}), errors("momentum")),
         info(WhitenedByAdamW, adam, errors("eps")),
         info(WhitenedByMuon, muon, errors()),

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from cases import OPTIMIZERS, RUNS_TORCH_RULES
+from cases import ONE_EACH, OPTIMIZERS, RUNS_TORCH_RULES
 from evenstep.kernels import input_sums as kernel
 from evenstep.math.moments import sum_about
-from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics, tied, twice
+from helpers import Forward, assert_same, descend, every_optimizer, layer_statistics, one_of_each_class, tied, twice
 from rules import deep_network
 
 pytestmark = [
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 SOME = [OPTIMIZERS[k] for k in ("unitstep", "canonical", "whitened-adamw")]
 some_optimizers = pytest.mark.parametrize("case", SOME, ids=lambda c: c.cls.__name__)
-WATCHING = [c for c in OPTIMIZERS.values() if c.cls is not evenstep.BlockNaturalSGD]
+WATCHING = [c for c in ONE_EACH.values() if c.cls is not evenstep.BlockNaturalSGD]
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
@@ -102,6 +102,12 @@ def train(optimizer, model, forward, shape, steps=None):
     return graphs
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test starts with nothing compiled."""
+    forget()
+
+
 def forget():
     """Forget what was compiled and counted."""
     torch._dynamo.reset()
@@ -142,8 +148,9 @@ def assert_compiles_as_eager(case, name, backend, **close):
 
 
 @pytest.mark.feature("compiled model")
-@every_optimizer
+@one_of_each_class
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_weights(case):
+    """Its hooks depend on what coordinates need, whatever the other options."""
     assert_compiles_as_eager(case, "mlp", "eager")
 
 
@@ -187,7 +194,6 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
                 assert value.storage_offset() * value.itemsize % 16 == 0
         return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
     model = deep_network().float()
     optimizer = evenstep.UnitStep(model)
     compiled = torch.compile(model, fullgraph=True, backend=lambda *graph: compile_fx(*graph, inner_compile=inner))
@@ -202,7 +208,6 @@ def test_what_hooks_write_to_lies_where_cuda_graphs_may_write():
 @pytest.mark.parametrize("part", [True, False], ids=["part compiled", "part eager"])
 def test_calls_of_a_part_by_itself_count_their_examples(whole, part):
     """Beside calls of the whole model, in which a layer called twice counts once."""
-    torch._dynamo.reset()
     model, x = chain(twice(), nn.Linear(3, 3)), torch.randn(16, 3)
     optimizer = evenstep.WhitenedSGD(model)
     forward, body = (
@@ -241,9 +246,8 @@ def test_every_way_to_compile_is_watched(way):
 
 
 @pytest.mark.feature("compiled model")
-@every_optimizer
+@one_of_each_class
 def test_copies_of_a_compiled_model_train_without_the_optimizer(case):
-    torch._dynamo.reset()
     model, x = mlp(), torch.randn(5, 6)
     optimizer = case.build(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -269,10 +273,8 @@ def assert_applied(optimizer, count):
 @pytest.fixture
 def blind():
     """Dynamo as it comes: it takes no notice of hooks that were not there when it compiled."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.feature("compiled model")
@@ -360,7 +362,6 @@ def test_inductor_steps_to_the_same_weights(case):
 
 @pytest.mark.feature("compiled step")
 def test_a_compiled_step_warns_of_layers_without_statistics():
-    torch._dynamo.reset()
     model = mlp()
     optimizer = evenstep.UnitStep(model)
     optimizer.detach()
@@ -388,7 +389,6 @@ def test_images_in_batches_of_any_size(backend, dynamic, by, monkeypatch):
 
     A kernel is called once for each layer, with the tensor that the layer itself reads.
     """
-    torch._dynamo.reset()
     eager = chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     model, served, calls, dtypes = copy.deepcopy(eager), by != "plain operations", [], set()
     if served:

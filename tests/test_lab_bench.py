@@ -10,7 +10,7 @@ from evenstep.lab import bench, bench_goals, records, usage
 from evenstep.lab.bench_contenders import load
 from evenstep.lab.bench_models import SUBJECTS
 from evenstep.lab.commands import run_bench as command
-from lab_helpers import call, refused
+from lab_helpers import call, printed, refused
 
 SRC = Path(evenstep.__file__).parents[1]
 MLP = {"model": "mlp", "batch": 2, "rounds": 2, "width": 64}
@@ -55,8 +55,7 @@ def test_another_version_is_timed_in_the_same_rounds_and_shares_no_module():
 def test_records_make_a_table_for_the_docs_if_they_share_the_first_contender(tmp_path, capsys):
     path = tmp_path / "bench.jsonl"
     records.append(path, bench.run(bench.Setting(contenders=("sgd", "unitstep"), **MLP), warm_up=1))
-    assert call("bench", "--table", path) == 0
-    head, line, row = capsys.readouterr().out.splitlines()
+    head, line, row = printed(capsys, "bench", "--table", path).splitlines()
     assert head == "| | sgd, ms | unitstep |" and line == "| --- | --- | --- |"
     assert row.startswith("| mlp, width 64, batch 2, eager | ") and row.count("|") == 4
     records.append(path, bench.run(bench.Setting(contenders=("unitstep",), **MLP), warm_up=1))
@@ -109,8 +108,7 @@ def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(bench, "run", run)
     words = ["--model", "mlp", "--contenders", "sgd", "batch-norm", "sgd", "--rounds", "2", "--batch", "4", "2"]
-    assert call("bench", *words, "--records", out) == 1
-    shown = capsys.readouterr().out
+    shown = printed(capsys, "bench", *words, "--records", out, code=1)
     assert "mlp, batch 4, eager: failed: out of memory" in shown and shown.count("  sgd ") == 1
     assert [record["config"]["batch"] for record in records.read(out)] == [2]
 
@@ -124,8 +122,7 @@ def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, caps
     ],
 )
 def test_settings_that_contradict_each_other_fail_in_a_line(words, told, tmp_path, capsys):
-    assert call("bench", *words, "--rounds", "2", "--records", tmp_path / "bench.jsonl") == 1
-    assert told in capsys.readouterr().out
+    assert told in printed(capsys, "bench", *words, "--rounds", "2", "--records", tmp_path / "bench.jsonl", code=1)
 
 
 def measured(model, device="cuda", state=0.002, versions=None, **ratios):
@@ -167,8 +164,8 @@ def test_a_version_that_is_one_percent_slower_fails_and_one_that_batch_norm_unde
 
 def test_records_of_version_0_1_are_read(tmp_path, capsys):
     records.append(tmp_path / "old.jsonl", measured("paper-cnn", "cpu", sgd=1.0, evenstep=1.5, batch_norm=1.2))
-    assert call("bench", "--table", tmp_path / "old.jsonl", "--goals") == 1
-    assert "| paper-cnn, eager | unitstep | 1.120 | 1.200 | **1.500** |" in capsys.readouterr().out
+    table = printed(capsys, "bench", "--table", tmp_path / "old.jsonl", "--goals", code=1)
+    assert "| paper-cnn, eager | unitstep | 1.120 | 1.200 | **1.500** |" in table
 
 
 @pytest.mark.parametrize(("limit", "code"), [(1e9, 0), (0.0, 1)])

@@ -7,25 +7,22 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data_files import write_images
-from evenstep.lab import checkpoint, data, experiments, records, reproduce, reproduction, trial, usage
+from evenstep.lab import checkpoint, data, experiments, records, reproduce, trial, usage
 from evenstep.lab.commands import COMMANDS, run_reproduction, run_sweep, shared
 from evenstep.lab.trial import Trial
-from lab_helpers import call, finished, refused, small_arrays, start, without_seconds
+from helpers import same, still, weights
+from lab_helpers import call, finished, printed, refused, small_arrays, start, without_seconds
 
 
 @pytest.fixture
 def few_images(monkeypatch):
     """A handful of images wherever a command loads data."""
     monkeypatch.setattr(data, "load", lambda source: small_arrays(count=20, channels=1))
-
-
-# what cannot be done
 
 
 @pytest.mark.parametrize(
@@ -134,8 +131,7 @@ def test_a_fault_of_ours_is_not_taken_for_the_users(monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_names_its_flags(command, capsys):
-    assert call(command, "--help") == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, command, "--help")
     assert shown.startswith(f"usage: evenstep {command}") and "(default: )" not in shown and ": None)" not in shown
     assert ("(required)" in shown) == (command in ("reproduce", "report", "doctor"))
     if command not in ("report", "doctor"):
@@ -152,8 +148,6 @@ def test_a_reader_that_has_enough_is_no_error():
     assert errors == ""
 
 
-# sweep
-
 SWEEP = ("sweep", "--methods", "sg", "adam", "--stepsizes", "0.01", "0.1", "--epochs", "1", "--batch-size", "10")
 
 
@@ -165,8 +159,7 @@ def test_sweep_runs_the_grid_with_its_options_and_ends_with_the_report(tmp_path,
     }
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}" and "8/8" in shown
-    assert call(*SWEEP, "--seeds", "0", "1", "2", "--out", tmp_path) == 0
-    assert "8 of 12 runs are in" in capsys.readouterr().out
+    assert "8 of 12 runs are in" in printed(capsys, *SWEEP, "--seeds", "0", "1", "2", "--out", tmp_path)
     more = ("--options", "weight_decay=0.5", "--model-options", "width=2", "--decay-lr")
     assert call(*SWEEP, *more, "--out", tmp_path) == 0
     last = records.read(tmp_path / "records.jsonl")[-1]["config"]
@@ -197,9 +190,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path):
     assert len(first) == 4 and all(config["model_options"] == {"classes": 2} for config in first)
 
 
-# train
-
-
 def begun(one, arrays):
     return trial.start(one, arrays), trial.config(one, arrays)
 
@@ -211,9 +201,6 @@ def test_training_that_is_interrupted_goes_on_bit_for_bit(method, tmp_path):
     whole, _ = begun(one, arrays)
     whole.finish()
 
-    class Stop(Exception):
-        pass
-
     for _ in range(4):
         torch.manual_seed(99)
         part, what = begun(one, arrays)
@@ -221,13 +208,12 @@ def test_training_that_is_interrupted_goes_on_bit_for_bit(method, tmp_path):
 
         def keep_and_stop(row, part=part, what=what):
             checkpoint.save(part, what, path)
-            raise Stop
+            raise KeyboardInterrupt
 
-        with pytest.raises(Stop):
+        with pytest.raises(KeyboardInterrupt):
             part.finish(keep_and_stop)
     assert part.done and without_seconds(part.rows) == without_seconds(whole.rows)
-    for p, q in zip(part.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
-        assert torch.equal(p, q)
+    assert same(dict(part.model.state_dict()), dict(whole.model.state_dict()))
 
 
 def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, capsys):
@@ -237,7 +223,7 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
     assert record["config"]["method"] == "unitstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
-    assert call("report", tmp_path, "--markdown") == 0 and "| UnitStep | 0.05 |" in capsys.readouterr().out
+    assert "| UnitStep | 0.05 |" in printed(capsys, "report", tmp_path, "--markdown")
     (tmp_path / "records.jsonl").unlink()
     told = refused(capsys, *command, "--lr", "0.1")
     assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
@@ -252,8 +238,7 @@ def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys,
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
-        assert call("train", "--epochs", "3", "--out", tmp_path) == 130
-    assert "1 of 3 epochs are kept" in capsys.readouterr().out
+        assert "1 of 3 epochs are kept" in printed(capsys, "train", "--epochs", "3", "--out", tmp_path, code=130)
     assert call("train", "--epochs", "3", "--out", tmp_path) == 0
     assert len(records.read(tmp_path / "records.jsonl")[0]["metrics"]) == 3
 
@@ -291,11 +276,11 @@ def test_a_checkpoint_with_something_else_inside_is_refused_and_changes_nothing(
     torch.save(saved, path)
     content = path.read_bytes()
     fresh, what = begun(one, arrays)
-    before = [p.clone() for p in fresh.model.parameters()]
+    before = weights(fresh.model)
     with pytest.raises(usage.UsageError, match=r"is not a checkpoint of this version \(.+\); remove it, or") as told:
         checkpoint.restore(fresh, what, path)
     assert "\n" not in str(told.value) and path.read_bytes() == content and fresh.rows == []
-    assert all(torch.equal(p, q) for p, q in zip(fresh.model.parameters(), before, strict=True))
+    assert all(still(fresh.model, before))
     assert not fresh.optimizer.state_dict()["state"] or method == "unitstep"
     fresh.finish()
 
@@ -337,9 +322,6 @@ def test_a_damaged_line_is_refused_before_anything_runs(command, line, tmp_path,
     assert path.read_bytes() == line + b"\n" and not (tmp_path / "checkpoint.pt").exists()
 
 
-# report
-
-
 def test_report_tells_of_files_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.jsonl").mkdir()
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "nowhere")
@@ -359,100 +341,69 @@ def test_paths_are_written_in_any_terminal(tmp_path):
     assert (code, errors) == (0, "") and "\\xfcn\\xef" in shown
 
 
-# reproduce
+def test_experiments_are_run_once_each():
+    assert run_reproduction.chosen(("fig2", "fig1", "fig2")) == ["fig2", "fig1"]
+    for given in (("all",), ("fig1", "all")):
+        assert run_reproduction.chosen(given) == list(experiments.EXPERIMENTS)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (("fig2", "fig1", "fig2"), ["fig2", "fig1"]),
-        (("all",), list(experiments.EXPERIMENTS)),
-        (("fig1", "all"), list(experiments.EXPERIMENTS)),
-    ],
-)
-def test_experiments_are_run_once_each(given, expected):
-    assert run_reproduction.chosen(given) == expected
+def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, capsys):
+    shown = printed(capsys, "reproduce", "fig1", "--quick", "--out", tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for claim in experiments.EXPERIMENTS["fig1"].CLAIMS:
+        assert f"fig1: {claim.text} ({claim.section})\n  held. " in shown and claim.section in page
+    assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}" and re.search(r" (\d+)/\1 ", shown)
 
 
-@pytest.fixture
-def instant(monkeypatch):
-    """Experiments of an instant: fig1 adds a record and has one claim; `left` and `raises` say how the run ends."""
-
-    class Claim:
-        section, text = "§1", "It works."
-
-        def judge(self, found):
-            return experiments.Verdict(True, f"{len(found)} record")
-
-    ends = {"left": [], "raises": None}
-
-    def reproduce_all(names, options, out, device, budget, progress, warn):
-        progress("fig1", 15, 16)
-        if options.quick:
-            records.append(out / "fig1.jsonl", records.make({"experiment": "fig1"}, options.seed, [{}]))
-        if ends["raises"] is not None:
-            raise ends["raises"]
-        return ends["left"]
-
-    monkeypatch.setitem(experiments.EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=[Claim()]))
-    monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
-    monkeypatch.setattr(reproduction, "write", lambda source, target, names: [])
-    return ends
-
-
-def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, instant, capsys):
-    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
-    shown = capsys.readouterr().out
-    assert "fig1: It works. (§1)\n  held. 1 record\n" in shown and "16/16" in shown
-    assert shown.splitlines()[-1] == f"Report: {tmp_path / 'report.html'}"
-    assert "It works." in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
+OTHER = records.make({"method": "sg", "lr": 0.1, "data": "x"}, 0, [{"train_loss": 1.0}])
 FOREIGN = {
-    "half": ('{"config": {"half a rec', "fig2 is left out: {path}, line 1: not a record"),
-    "junk": ("nonsense\n", "fig2 is left out: {path}, line 1: not a record"),
-    "no configuration": ("7\n", "fig2 is left out: {path}, line 1: not a record: no configuration in it"),
-    "no options": (
-        json.dumps(records.make({"method": "sg", "lr": 0.1, "data": "x"}, 0, [{"train_loss": 1.0}])) + "\n",
-        "fig2 is left out: {path} holds records that are not of fig2; move it away, or choose another --out",
-    ),
-    "bare": ('{"config": {}}\n', "fig2 is left out: {path} holds records that are not of fig2"),
-    "folder": (None, "fig2 is left out: {path}: Is a directory"),
+    "half": ('{"config": {"half a rec', ", line 1: not a record"),
+    "junk": ("nonsense\n", ", line 1: not a record"),
+    "no configuration": ("7\n", ", line 1: not a record: no configuration in it"),
+    "no options": (json.dumps(OTHER), " holds records that are not of fig2; move it away, or choose another --out"),
+    "bare": ('{"config": {}}\n', " holds records that are not of fig2"),
+    "folder": (None, ": Is a directory"),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_another_experiments_damaged_file_stops_no_verdict(kind, tmp_path, capsys):
-    content, message = FOREIGN[kind]
+    content, why = FOREIGN[kind]
     path = tmp_path / "fig2.jsonl"
     if content is None:
         path.mkdir()
     else:
         path.write_text(content)
-    assert call("reproduce", "fig1", "--quick", "--out", tmp_path) == 0
-    told = capsys.readouterr()
-    shown = " ".join(told.out.split())
-    assert message.format(path=path) in shown and "fig1: " in shown and "Report: " in shown and not told.err
+    shown = " ".join(printed(capsys, "reproduce", "fig1", "--quick", "--out", tmp_path).split())
+    assert f"fig2 is left out: {path}{why}" in shown and "fig1: " in shown and "Report: " in shown
     assert (tmp_path / "figures" / "fig1.svg").exists() and (content is None or path.read_text() == content)
     if kind != "half":  # which would be repaired
         (tmp_path / "fig1.jsonl").unlink()
-        told = refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
-        assert message.format(path=path).removeprefix("fig2 is left out: ") in told
+        assert f"{path}{why}" in refused(capsys, "reproduce", "fig1", "fig2", "--quick", "--out", tmp_path)
         assert not (tmp_path / "fig1.jsonl").exists()
 
 
-@pytest.mark.parametrize(("change", "code"), [({"left": ["fig1"]}, 3), ({"raises": KeyboardInterrupt()}, 130)])
-def test_reproduce_that_ends_early_says_how_to_go_on(change, code, tmp_path, instant, capsys):
-    instant.update(change)
-    assert call("reproduce", "fig1", "--out", tmp_path) == code
-    shown = capsys.readouterr().out
+@pytest.mark.parametrize(("left", "code"), [(["fig1"], 3), (None, 130)])
+def test_reproduce_that_ends_early_says_how_to_go_on(left, code, tmp_path, monkeypatch, capsys):
+    def reproduce_all(names, options, out, device, budget, progress, warn):
+        progress("fig1", 15, 16)
+        if left is None:
+            raise KeyboardInterrupt
+        return left
+
+    monkeypatch.setattr(reproduce, "reproduce", reproduce_all)
+    shown = printed(capsys, "reproduce", "fig1", "--out", tmp_path, code=code)
     assert "the same command goes on with the rest" in shown and "15/16" in shown
 
 
-# doctor
-
 CONV = "lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))"
 NET = "lambda: Net(nn.Linear(4, 4))\nclass Net(nn.Sequential):\n    def forward(self, x):\n        "
+DATACLASS = """lambda: nn.Linear(Config().width, 4)
+from dataclasses import dataclass
+@dataclass
+class Config:
+    width: 'int' = 4
+"""
 WORDS = "lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))"
 SHAPE, TOO_LARGE = "--input must be a shape such as 8x3x32x32; got ", "--input must have at most 64 sizes and"
 
@@ -469,8 +420,7 @@ def diagnose(tmp_path):
 
 
 def test_doctor_shows_coverage_memory_and_time(diagnose, capsys):
-    assert call(*diagnose(CONV, "--input", "4x3x8x8")) == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, *diagnose(CONV, "--input", "4x3x8x8"))
     for text in ("0.weight   Conv2d       whitened", "no whitened form for BatchNorm2d", "3,130 parameters train"):
         assert text in shown
     floats = {m[0].strip(): float(m[1]) for m in re.findall(r"^  ([A-Za-z ]+?) +([\d.]+) +[\d.e-]+$", shown, re.M)}
@@ -478,13 +428,21 @@ def test_doctor_shows_coverage_memory_and_time(diagnose, capsys):
     assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
-    ("build", "inputs"),
-    [(CONV, "{'input': torch.zeros(2, 3, 8, 8)}"), (NET + "return super().forward(x[0])", "[torch.zeros(2, 4)]")],
-    ids=["dict", "list, which is one argument"],
+    ("build", "shown"),
+    [
+        (CONV + "\ninputs = lambda: {'input': torch.zeros(2, 3, 8, 8)}", "Time: "),
+        (NET + "return super().forward(x[0])\ninputs = lambda: [torch.zeros(2, 4)]", "Time: "),  # one argument
+        ("lambda: nn.Linear(0, 4)", "parameters train"),
+        (DATACLASS, "20 parameters train"),
+    ],
 )
-def test_doctor_takes_inputs_from_the_file(build, inputs, diagnose, capsys):
-    assert call(*diagnose(f"{build}\ninputs = lambda: {inputs}")) == 0 and "Time: " in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["a_model.py", "random.py"])
+def test_a_users_file_is_a_module_like_any_other_and_may_have_inputs(build, shown, name, diagnose, capsys):
+    import random
+
+    assert shown in printed(capsys, *diagnose(build, name=name)) and sys.modules["random"] is random
 
 
 @pytest.mark.parametrize(
@@ -517,17 +475,3 @@ def test_doctor_takes_inputs_from_the_file(build, inputs, diagnose, capsys):
 )  # fmt: skip
 def test_faults_of_the_users_file_are_one_line_with_their_place(build, more, message, diagnose, capsys):
     assert message in refused(capsys, *diagnose(build, *more))
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_doctor_takes_a_layer_without_weights(diagnose, capsys):
-    assert call(*diagnose("lambda: nn.Linear(0, 4)")) == 0 and "parameters train" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["a_model.py", "random.py"])
-def test_a_users_file_is_a_module_like_any_other(name, diagnose, capsys):
-    import random
-
-    code = "lambda: nn.Linear(Config().width, 4)\nfrom dataclasses import dataclass\n@dataclass\nclass Config:\n"
-    assert call(*diagnose(code + "    width: 'int' = 4", name=name)) == 0
-    assert "20 parameters train" in capsys.readouterr().out and sys.modules["random"] is random

@@ -59,16 +59,12 @@ def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_an_epoch_is_a_whole_number_even_alone():
+def test_figure_2_of_a_single_epoch_and_of_only_diverged_runs():
     left, _ = plots.figure2([record("sg", 0.1, [2.0])]).axes
     low, high = left.get_xlim()
-    assert [tick for tick in left.get_xticks() if low <= tick <= high] == [1]
-
-
-def test_figure_and_table_of_only_diverged_runs():
+    assert [tick for tick in left.get_xticks() if low <= tick <= high] == [1], "an epoch is a whole number"
     found = [record("sg", 9.0, [None])]
-    assert len(plots.figure2(found).axes) == 2
-    assert tables.best(comparison.compare(found)).count("diverged") == 1
+    assert len(plots.figure2(found).axes) == 2 and tables.best(comparison.compare(found)).count("diverged") == 1
 
 
 def test_on_a_terminal_the_status_is_redrawn_below_the_lines(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.data.fashion import FASHION_NAME
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
-from lab_helpers import record
+from lab_helpers import luminance, record
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&amp;{{ 7*7 }}$\\frac{"\'`\u2028\ud800\x00'
 
@@ -121,30 +121,22 @@ def test_evenstep_of_version_0_1_is_unitstep_and_todays_is_itself(tmp_path):
     assert records.append(path, {**new, "seed": 1}, once=True)["seed"] == 0 and records.make({}, 0, [])["format"] == 2
 
 
-def broken(**changes):
-    made = record("sg", 0.1, [1.0])
-    config = made["config"] | changes.pop("config", {})
-    return made | {"config": config} | changes
-
-
 def test_records_of_other_kinds_are_counted(tmp_path):
+    run = record("sg", 0.1, [1.0])
     others = [
-        broken(metrics=[]),
-        broken(metrics=[{"epoch": 1}]),
-        broken(metrics=[{"train_loss": "low"}]),
-        broken(metrics=[{"train_loss": 1.0, "seconds": [3]}]),
-        broken(metrics={"train_loss": 1.0}),
-        broken(config={"lr": -0.1}),
-        broken(config={"lr": True}),
-        broken(config={"lr": "0.1"}),
-        broken(config={"lr": 10**400}),
-        broken(config={"method": None}),
-        broken(config={"options": [1]}),
-        broken(seed={"a": 1}),
+        {**run, "metrics": []},
+        {**run, "metrics": [{"epoch": 1}]},
+        {**run, "metrics": [{"train_loss": "low"}]},
+        {**run, "metrics": [{"train_loss": 1.0, "seconds": [3]}]},
+        {**run, "metrics": {"train_loss": 1.0}},
+        *(record("sg", lr, [1.0]) for lr in (-0.1, True, "0.1", 10**400)),
+        record(None, 0.1, [1.0]),
+        record("sg", 0.1, [1.0], options=[1]),
+        {**run, "seed": {"a": 1}},
         {"config": {"name": "an experiment of another kind"}, "metrics": [{"x": 1}]},
     ]
     assert not [other for other in others if reading.is_run(reading.clean(other))]
-    page, found = write(tmp_path, record("sg", 0.1, [1.0]), *others), reading.read(tmp_path)
+    page, found = write(tmp_path, run, *others), reading.read(tmp_path)
     assert len(found.runs) == 1 and found.others == {"records.jsonl": len(others)} and not found.faults
     assert f"records.jsonl: {len(others)}" in page.texts
 
@@ -204,38 +196,29 @@ def test_styles_of_a_comparison_differ_and_known_methods_keep_theirs():
 
 
 def test_colours_stand_out_from_the_ground():
-    def light(colour):
-        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+    for colour in labels.COLOURS:
+        assert 1.05 / luminance(int(colour[k : k + 2], 16) for k in (1, 3, 5)) >= 4.5
 
-    assert all(light("#ffffff") / light(colour) >= 4.5 for colour in labels.COLOURS)
+
+def rerun_of(runs):
+    """The one command that makes these runs again, and the trials it stands for."""
+    [line] = rerun.commands(summary.series(runs))
+    program, name, *arguments = shlex.split(line)
+    assert (program, name) == ("evenstep", "sweep")
+    return line, sweep_command.grid(cli.parse(name, sweep_command.Options, arguments))
 
 
 @pytest.mark.parametrize("augment", [False, True, "flip+cutout"])
 def test_the_command_shown_makes_the_runs_again(augment):
     runs = sweep_of("sg", seeds=(0, 2), options={"momentum": 0.9}, decay_lr=True, augment=augment, model_options={})
-    [line] = rerun.commands(summary.series(runs))
-    trials = sweep_command.grid(parsed(line))
-    wanted = [r["config"] for r in runs]
-    assert [{**vars(t), "data": "CIFAR-10"} for t in trials] == wanted
+    assert [{**vars(t), "data": "CIFAR-10"} for t in rerun_of(runs)[1]] == [r["config"] for r in runs]
 
 
-def test_the_command_shown_has_the_very_stepsizes():
+def test_the_command_shown_has_the_very_stepsizes_unless_they_are_the_methods_own():
     rates = [0.0123456789, 0.1 + 0.2, 1.0, 1e30]
-    [line] = rerun.commands(summary.series(record("sg", lr, [1.0]) for lr in rates))
-    assert [t.lr for t in sweep_command.grid(parsed(line))] == rates and "0.0123456789 0.30000000000000004 1 " in line
-
-
-def parsed(line):
-    program, name, *arguments = shlex.split(line)
-    assert (program, name) == ("evenstep", "sweep")
-    return cli.parse(name, sweep_command.Options, arguments)
-
-
-def test_methods_at_their_own_stepsizes_share_a_command():
-    runs = [record(m, lr, [1.0], data=FASHION_NAME) for m in ("sg", "adam") for lr in METHODS[m].stepsizes]
-    [line] = rerun.commands(summary.series([*runs]))
+    line, trials = rerun_of(record("sg", lr, [1.0]) for lr in rates)
+    assert [t.lr for t in trials] == rates and "0.0123456789 0.30000000000000004 1 " in line
+    line, _ = rerun_of(record(m, lr, [1.0], data=FASHION_NAME) for m in ("sg", "adam") for lr in METHODS[m].stepsizes)
     assert "--methods sg adam" in line and "--stepsizes" not in line and "--data fashion" in line
 
 
@@ -244,7 +227,7 @@ def test_verdicts_on_claims_are_shown_with_their_figure(tmp_path, monkeypatch):
     claims = [Claim("§1", HOSTILE, lambda _, verdict=verdict: Verdict(*verdict)) for verdict in said]
     monkeypatch.setitem(EXPERIMENTS, "fig1", SimpleNamespace(CLAIMS=claims))
     records.append(tmp_path / "fig1.jsonl", records.make({"experiment": "fig1"}, 0, [{}]))
-    (tmp_path / "figures").mkdir()
+    assert "img" not in dict(Page(tmp_path).tags), "there is no figure yet"
     (tmp_path / "figures" / "fig1.svg").write_text("<svg/>")
     page = Page(tmp_path)
     words = ["held", "did not hold", "undecided"]

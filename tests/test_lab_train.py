@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evenstep.lab import identity, reading, records, sweep, trial
+from evenstep.lab import identity, reading, records, trial
 from evenstep.lab.commands import run_training, shared
 from evenstep.lab.data import Text
 from evenstep.lab.evaluate import evaluate
@@ -18,15 +18,11 @@ from evenstep.lab.models import MODELS, alexnet, deep_net, paper_cnn
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
-from lab_helpers import small_arrays
+from lab_helpers import alone, small_arrays
 
 
 def tiny_model(channels=3):
     return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16 * channels, 8), nn.ReLU(), nn.Linear(8, 10))
-
-
-def run(one, data):
-    return next(sweep.side_by_side([one], data))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +76,7 @@ def test_training_equals_an_explicit_loop():
                 p.data -= 0.1 * g
             total += loss.item() * len(part)
         assert row["train_loss"] == pytest.approx(total / 10, rel=1e-5)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
 
 
 def test_the_schedule_is_applied_at_every_step():
@@ -107,6 +102,7 @@ def test_evaluation_measures_loss_accuracy_and_dead_units():
         model[0].weight[1].zero_()
         model[0].bias.copy_(torch.tensor([9.0, -1.0, 9.0, 9.0]))
         model[3].bias.copy_(torch.tensor([-1e6, -1e6, 99.0, 99.0, 99.0]))
+    assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), arrays)["dead_share"] == 0.0
     result = evaluate(model, arrays, batch_size=3)
     assert result["dead_share"] == pytest.approx(3 / 9)
     assert model.training and not any(m._forward_hooks for m in model.modules())
@@ -126,10 +122,6 @@ def test_text_comes_in_windows_and_is_evaluated_by_characters():
         MODELS["transformer"](7, batch_norm=True)
 
 
-def test_evaluation_of_a_net_without_relu():
-    assert evaluate(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), small_arrays())["dead_share"] == 0.0
-
-
 def test_records_survive_the_file_with_null_for_nan(tmp_path):
     path = tmp_path / "records.jsonl"
     made = records.make({"lr": 0.1, "grid": (1, 2)}, 3, [{"train_loss": math.nan, "diverged": True}])
@@ -140,27 +132,23 @@ def test_records_survive_the_file_with_null_for_nan(tmp_path):
     assert {"torch", "device", "threads"} <= made["environment"].keys() and {"commit", "time"} <= made.keys()
 
 
-def test_blank_lines_are_skipped_and_only_a_line_feed_ends_a_record(tmp_path):
+def test_blank_lines_are_no_damage_and_only_a_line_feed_ends_a_record(tmp_path, monkeypatch):
     path, made = tmp_path / "records.jsonl", {"config": {"name": "a\u2028b\x85c"}}
     path.write_bytes(b"\n" + json.dumps(made, ensure_ascii=False).encode() + b"\r\n \n")
     found = reading.Reading()
     reading.read_file(path, "it", found)
     assert records.read(path) == [made] and found.others == {"it": 1} and not found.faults
     assert records.append(path, {**made, "again": True}, once=True) == made
-
-
-def test_a_whole_file_is_not_written_to_and_blanks_at_the_end_are_no_damage(tmp_path, monkeypatch):
-    path = tmp_path / "records.jsonl"
     path.write_text('{"config": {}}\n  ')
     assert records.mend(path) is None and records.read(path) == [{"config": {}}]
     path.write_text('{"config": {}}\n')
-    monkeypatch.setattr(records, "locked", None)
+    monkeypatch.setattr(records, "locked", None)  # a whole file is not written to
     assert records.mend(path) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method):
-    record = run(Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5), small_arrays(channels=1))
+    record = alone(Trial(method, METHODS[method].stepsizes[0], epochs=1, batch_size=5), small_arrays(channels=1))
     assert record["config"]["method"] == method and record["config"]["data"] == "random"
     assert len(record["metrics"]) == 1 and not record["metrics"][0]["diverged"]
     json.dumps(record, allow_nan=False)
@@ -168,7 +156,7 @@ def test_every_method_trains(method):
 
 def test_same_trial_same_numbers_and_options_reach_the_optimizer():
     def losses(**options):
-        record = run(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
+        record = alone(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
         return [row["train_loss"] for row in record["metrics"]]
 
     assert losses() == losses()

@@ -11,7 +11,7 @@ from evenstep.lab.methods import METHODS
 from evenstep.lab.parallel_trials import CapturedStep, round_robin, side_stream
 from evenstep.lab.train import Training, linear_decay
 from evenstep.lab.trial import Trial
-from lab_helpers import small_arrays, without_seconds
+from lab_helpers import alone, small_arrays, without_seconds
 
 ARRAYS = small_arrays(count=20, channels=1)
 
@@ -30,10 +30,6 @@ def test_works_advance_in_turn_and_end_in_their_own_time():
     assert log == [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("c", 0)]
 
 
-def alone(one, data=ARRAYS, device="cpu"):
-    return next(sweep.side_by_side([one], data, device, 1))
-
-
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_interleaved_trials_equal_trials_by_themselves_bit_for_bit(at_once):
     trials = [
@@ -43,7 +39,7 @@ def test_interleaved_trials_equal_trials_by_themselves_bit_for_bit(at_once):
     ]
     found = {r["config"]["method"]: r for r in sweep.side_by_side(trials, ARRAYS, "cpu", at_once)}
     for one in trials:
-        assert without_seconds(found[one.method]["metrics"]) == without_seconds(alone(one)["metrics"])
+        assert without_seconds(found[one.method]["metrics"]) == without_seconds(alone(one, ARRAYS)["metrics"])
 
 
 def test_seconds_leave_out_the_time_of_other_trials(monkeypatch):
@@ -62,15 +58,9 @@ def test_no_trial_is_captured_on_a_cpu():
     assert not isinstance(trial.start(Trial("sg", 0.1), ARRAYS, "cpu", capture=True).step, CapturedStep)
 
 
-# on a GPU
-
-DECAYED = {"decay_lr": True}
 SETTINGS = {
     **{name: {} for name in METHODS},
-    "sg, decayed": DECAYED,
-    "unitstep, decayed": DECAYED,
-    "whitened-adam, decayed": DECAYED,
-    "whitened-muon, decayed": DECAYED,
+    **{f"{name}, decayed": {"decay_lr": True} for name in ("sg", "unitstep", "whitened-adam", "whitened-muon")},
     "adam, augmented": {"augment": "crop+flip+cutout"},
     "batch-norm, large": {"model": "deep_net", "augment": True},
 }

@@ -126,11 +126,6 @@ def test_a_lattice_of_rows_is_within_its_bound(shape, limit, data):
     assert set(thin.flatten().tolist()) <= set(x.flatten().tolist())
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(1024, 64), (64, 64), (16, 16)])
-def test_a_lattice_keeps_examples_before_positions(limit, kept):
-    assert len(moments.thinned(torch.zeros(64, 3, 32, 32), 1, limit)) == kept
-
-
 def test_moments_of_a_lattice_are_near_those_of_all_rows():
     x, layer = 3 + 2 * randn(128, 5, 24, 24), nn.Conv2d(5, 1, 1).double()
     states = []

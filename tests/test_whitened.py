@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import oracle
 from evenstep import Whitened
-from helpers import UNGUARDED, Forward, assert_follows, assert_same, fit, randn, twins
+from helpers import UNGUARDED, Forward, assert_follows, assert_same, coverage_of, fit, randn, twins
 from rules import GUARDS, RULES, SETTINGS, TORCHS, RuleOnV, deep_network, drifting, without_decay
 
 LINEAR = ["SGD", "momentum", "dampening", "nesterov"]  # in the gradient: they may step on explicit v
@@ -184,3 +184,13 @@ def test_a_partial_of_muon_is_muon():
     fit(Whitened(model, torch.optim.Muon, lr=0.02, ns_steps=4), model, batches)
     fit(Whitened(twin, partial(torch.optim.Muon, ns_steps=4), lr=0.02), twin, batches)
     assert_same(model, twin)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_coverage_says_what_a_second_rule_moves(joint):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    rows = coverage_of(Whitened(model, torch.optim.Muon, joint=joint))
+    assert rows["0.weight"] == ("whitened", "")
+    assert rows["0.bias"] == ("whitened", "" if joint else "moved by AdamW")
+    assert rows["1.bias"] == ("plain", "moved by AdamW; no whitened form for LayerNorm")
+    assert not any("moved by" in reason for _, reason in coverage_of(Whitened(model, torch.optim.RMSprop)).values())

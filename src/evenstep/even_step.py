@@ -19,7 +19,7 @@ from .rules.orthogonal import OrthogonalRule
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
-from .step.plan import Plan
+from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 
 @preset
@@ -41,6 +41,7 @@ class EvenStep(WithMoments):
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
     _copied = ("_rest",)
+    _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
     lr: float | Tensor = 0.02
     _: KW_ONLY
     momentum: float = 0.9
@@ -100,7 +101,7 @@ class EvenStep(WithMoments):
         if any(reason.startswith("shared with") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
-        seen = [(e, e.weight, layer) for e, layer in self._statistics.items() if e.slot.input_visible]
+        seen = [(e, e.weight, layer) for e, layer in self._statistics.layers.items() if e.slot.input_visible]
         state = {weight: self._incoming.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
         known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
         weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
@@ -120,12 +121,7 @@ class EvenStep(WithMoments):
     def _torch_state(self) -> tuple[set[str], bool]:
         return self._rest.base.keeps - {"step"}, True
 
-    @_disable_dynamo
-    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
-        """Stand-ins are parameters, which compilers do not make: the rules run between two graphs."""
-        super()._direct(plan, ok)
-
 
 def thin(entry: Entry) -> bool:
     """Whether a layer has one unit or one input in a group: the polar factor of such a matrix is its direction."""
-    return min(entry.layout.shape[1], entry.layout.shape[2:].numel()) < 2
+    return min(entry.shape[1], entry.shape[2:].numel()) < 2

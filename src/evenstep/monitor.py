@@ -54,7 +54,7 @@ ALARMS: dict[tuple[str, str, float, int], tuple[str, str]] = {
         "dead inputs fell to {dead_inputs:.0%}",
     ),
     ("guards", "guarded_units", 0.85, 3): (HELD, FREE),  # healthy runs reach 0.65
-    ("guards", "log10_largest_step", math.log10(3), 3): (FAR, FREE),  # 30 times the default trust radius
+    ("guards", "largest_step", 3.0, 3): (FAR, FREE),  # 30 times the default trust radius
     ("guards", "guarded_units", 0.5, 50): (f"{HELD} (for 50 steps)", FREE),  # healthy ones hold few units after step 20
 }
 OF_NETWORK = "nonfinite", "guards"  # the other kinds are of layers, where two inputs at least must signal
@@ -113,8 +113,9 @@ class CurvatureMonitor:
         optimizer._monitors.append(self)
 
     @_disable_dynamo  # compiled, the growing history would have the step compiled anew each time
-    def note(self, block: Block, layer: LayerStatistics | None, state: dict[str, Any]) -> None:
+    def note(self, block: Block, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
+        layer = block.statistics
         if layer is None or block.entry is None or "mx" not in state:
             return
         path = block.entry.label
@@ -254,6 +255,8 @@ class _Watch:
         """The events of one step; it has no rows if it was skipped."""
         network = {"skipped": float(skipped > self.skipped), **overall(list(rows.values()))}
         self.skipped = skipped
+        if rows:
+            network["largest_step"] = 10 ** network["log10_largest_step"]
         found = [self._event(step, key, {"all": network} if key[0] in OF_NETWORK else rows) for key in ALARMS]
         return [event for event in found if event is not None]
 
@@ -284,6 +287,6 @@ class _Watch:
 
 def say(text: str, row: _Row) -> str:
     """The text with the values of a row."""
-    by, largest = row.get("changed_by", 0.0), 10 ** row.get("log10_largest_step", 0.0)
+    by = row.get("changed_by", 0.0)
     change = f"grew to {2**by:.3g} times" if by > 0 else f"shrank to 1/{2**-by:.3g} of"
-    return text.format(**row, change=change, largest_step=largest)
+    return text.format(**row, change=change)

@@ -15,7 +15,6 @@ from .rules import torch_rule as proxies
 from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block
-from .step.plan import Plan
 from .torch_optimizer.optimizer_step import CoordinateOptimizer
 
 COMMON = {"lr", "weight_decay", "maximize", "foreach", "capturable"}  # keywords of ours that a rule may have too
@@ -39,6 +38,7 @@ class Whitened(CoordinateOptimizer):
     rule: TorchRule
     _reads_device = True
     _copied = ("_base", "_plain", "rule")
+    _direct = _disable_dynamo(CoordinateOptimizer._direct)  # torch's rules are not for a compiler to look into
 
     def __init__(
         self,
@@ -102,8 +102,3 @@ class Whitened(CoordinateOptimizer):
         """What the rules keep. Not all count steps, and old checkpoints have no other counts."""
         torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
         return (self._base.keeps | self._plain.keeps) - {"step"}, torchs
-
-    @_disable_dynamo
-    def _direct(self, plan: Plan, ok: Tensor | None) -> None:
-        """Torch's rules are not for a compiler to look into: they run between two graphs."""
-        super()._direct(plan, ok)

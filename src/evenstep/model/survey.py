@@ -15,12 +15,14 @@ from .layers import batch_second, check_layout, kind_of
 class Entry:
     """One weight of the model and every place that uses it: several where weights are tied.
 
-    `layout` is the whole weight as [group, unit, input, kernel], without data.
+    `shape` is that of the whole weight as [group, unit, input, kernel]; `in_order` is whether its numbers lie in that
+    order in a contiguous weight.
     """
 
     kind: LayerKind
     slot: Slot
-    layout: Tensor
+    shape: torch.Size
+    in_order: bool
     batch_dim: int
     places: list[tuple[str, nn.Module]]
 
@@ -69,7 +71,8 @@ class Entry:
     @property
     def unfit(self) -> str | None:
         """Why the way in which ranks share the parameters rules out coordinates for the layer; None if it does not."""
-        return dtensor.why_unfit(self.weight, self.layout, self.biases)
+        units = self.shape[:2].numel() if self.in_order else 0
+        return dtensor.why_unfit(self.weight, units, self.biases)
 
 
 def home(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
@@ -94,7 +97,7 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     entries: dict[int, Entry] = {}
     reasons: dict[int, str] = {}
     found = list(layers_of(model))
-    layouts = {entry.name: (entry.kind, entry.layout.shape) for entry in found}
+    layouts = {entry.name: (entry.kind, entry.shape) for entry in found}
     users: dict[int, Users] = {}
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
@@ -138,8 +141,8 @@ def layers_of(model: nn.Module) -> Iterator[Entry]:
             for slot in kind.slots(module):
                 weight = lookup(module, slot.weight)
                 if weight is not None and not isinstance(weight, nn.parameter.UninitializedParameter):
-                    layout = kind.matrix(module, torch.empty(weight.shape, device="meta"))
-                    yield Entry(kind, slot, layout, batch_dim, [(path, module)])
+                    matrix = kind.matrix(module, torch.empty(weight.shape, device="meta"))
+                    yield Entry(kind, slot, matrix.shape, matrix.is_contiguous(), batch_dim, [(path, module)])
 
 
 def join(path: str, name: str) -> str:

@@ -88,16 +88,16 @@ def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
     return x
 
 
-def why_unfit(weight: Tensor, matrix: Tensor, biases: Sequence[Tensor | None]) -> str | None:
+def why_unfit(weight: Tensor, units: int, biases: Sequence[Tensor | None]) -> str | None:
     """Why a sharded layer cannot move in its coordinates; None if it can, or is not sharded.
 
-    `matrix` is the whole weight in the core's layout, without data: a view in order has its units as rows.
+    `units` is the number of units whose weights follow each other in memory; 0 if those of a unit do not.
     """
     if not any(sharded(p) for p in [weight, *biases]):
         return None
     if groups_along(weight, rows=False):
         return "its weight is sharded along its inputs"
-    if not matrix.is_contiguous() or matrix.shape[:2].numel() != weight.shape[0]:
+    if units != weight.shape[0]:
         return "its weight is sharded along dim 0, which is not its units"
     places = getattr(weight, "placements", None)
     if any(b is not None and getattr(b, "placements", None) != places for b in biases):

@@ -62,12 +62,12 @@ class Hook:
 class LayerHook(Hook):
     """The forward hook of one module: adds its calls to the statistics of its weights."""
 
-    def __init__(self, entry: Entry, layers: list[LayerStatistics | None], needs: Statistics) -> None:
+    def __init__(self, entry: Entry, layers: list[LayerStatistics | None]) -> None:
         """`layers` has one place per slot of the layer's kind, None for a slot that is not trained."""
         self.kind, self.layers, self.batch_dim = entry.kind, layers, entry.batch_dim
-        self.plans: dict[Any, CallPlan] = {}
-        self.planned = needs == Statistics.INPUTS and type(entry.kind) in BY_SHAPE  # calls of one shape are alike
-        self.forwards = next(layer.forwards for layer in layers if layer is not None)
+        first = next(layer for layer in layers if layer is not None)
+        self.forwards, self.plans = first.forwards, dict[Any, CallPlan]()
+        self.planned = type(entry.kind) in BY_SHAPE and first.inputs and not first.units  # calls of one shape are alike
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         """Add a training call of a layer that is not frozen; returns the output to use instead, or None.
@@ -167,12 +167,12 @@ class ModelStatistics:
         self, model: nn.Module | None, entries: list[Entry], needs: Statistics, limits: Sequence[int | None] = ()
     ) -> None:
         """For `entries`; `limits` are the numbers of rows that are read of a call of each, None for all."""
-        self.model, self.needs, self.forwards, self.entries = model, needs, ForwardState(), entries
-        self.layers: dict[str, LayerStatistics] = {}
+        self.model, self.forwards = model, ForwardState()
+        self.layers: dict[Entry, LayerStatistics] = {}
         for entry, limit in zip(entries, limits, strict=True):
-            groups, units, inputs, _ = entry.layout.shape
+            groups, units, inputs, _ = entry.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
-            self.layers[entry.name] = LayerStatistics(
+            self.layers[entry] = LayerStatistics(
                 groups * inputs if needs >= Statistics.INPUTS else 0,
                 groups * units if gradients else 0,
                 entry.weight,
@@ -182,20 +182,16 @@ class ModelStatistics:
             )
         self._handles: list[RemovableHandle] = []
 
-    def items(self) -> list[tuple[Entry, LayerStatistics]]:
-        """The entries with their statistics."""
-        return [(entry, self.layers[entry.name]) for entry in self.entries]
-
     def attach(self, owner: object) -> None:
         """Register the hooks; they are removed when `owner` is deleted, unless `detach` did that before."""
         modules: dict[nn.Module, dict[str, Entry]] = {}
-        for entry in self.entries:
+        for entry in self.layers:
             for _, module in entry.places:
                 modules.setdefault(module, {})[entry.slot.weight] = entry
         for module, found in modules.items():
             entry = next(iter(found.values()))
             of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
-            hook = LayerHook(entry, [self.layers[e.name] if e else None for e in of_slot], self.needs)
+            hook = LayerHook(entry, [self.layers[e] if e else None for e in of_slot])
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         if self.model is not None and self.layers:
             start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)

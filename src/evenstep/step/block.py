@@ -5,7 +5,7 @@ step back to the shapes of the parameters.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..coordinates.coordinates import Coordinates
 from ..model.survey import Entry
 from ..parallel import dtensor
 from ..rules.rule import Rule, plain_share
+from ..statistics.batch import LayerStatistics
 
 Group = dict[str, Any]
 
@@ -37,12 +38,13 @@ class Block:
     uses_plain_lr: bool = False
     biases: list[Tensor] = field(default_factory=list)
     bias_groups: list[Group] = field(default_factory=list)
+    statistics: LayerStatistics | None = None  # of the layer
 
     def __post_init__(self) -> None:
         """Find out what every step needs to know of the layer's layout."""
         self.layer = None if self.alone else self.entry
         self.sharded = dtensor.sharded(self.weight) or (self.entry is not None and dtensor.sharded(self.entry.weight))
-        self.groups = 1 if self.entry is None else self.entry.layout.shape[0]
+        self.groups = 1 if self.entry is None else self.entry.shape[0]
         # whether this rank has some rows of a layer in groups: they count as groups of one unit
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
         self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
@@ -77,13 +79,13 @@ class Block:
         """A tensor shaped like the layer's weight, or like this rank's rows of it."""
         assert self.entry is not None
         if self.rows_as_groups:
-            return tensor.reshape(tensor.shape[0], 1, *self.entry.layout.shape[2:])
+            return tensor.reshape(tensor.shape[0], 1, *self.entry.shape[2:])
         return self.entry.kind.matrix(self.entry.module, tensor)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """Back to the weight's shape."""
         weight = self.local(self.weight)
-        if self._in_order is not None or self.layer is None or self.rows_as_groups or self.layer.layout.is_contiguous():
+        if self.layer is None or self.rows_as_groups or self.layer.in_order:
             return matrix.reshape(weight.shape)
         return self.layer.kind.unmatrix(self.layer.module, matrix.reshape(self.layout(weight).shape), weight)
 
@@ -156,15 +158,15 @@ Choose = Callable[[Group, Entry | None, bool], Choice]  # from its group, its la
 
 
 def gather(
-    groups: Iterable[Group], entries: Iterable[Entry], choose: Choose, trains: Callable[[Tensor], bool]
+    groups: Iterable[Group], layers: Mapping[Entry, LayerStatistics], choose: Choose, trains: Callable[[Tensor], bool]
 ) -> list[Block]:
-    """All blocks of the parameters in `groups` for which `trains` holds, layers first.
+    """All blocks of the parameters in `groups` for which `trains` holds, those of `layers` first.
 
     A layer carries its biases if each of its places has a bias of its own that trains. Otherwise it takes the bias-less
     form, and the biases left over move alone.
     """
     group_of = {id(p): group for group in groups for p in group["params"] if trains(p)}
-    entries = [entry for entry in entries if not entry.unfit]
+    entries = [entry for entry in layers if not entry.unfit]
     uses = Counter(id(b) for entry in entries for b in entry.biases if b is not None)
     found: list[Block] = []
 
@@ -172,7 +174,8 @@ def gather(
         group, biases = group_of[id(p)], biases or []
         coordinates, rule, uses_plain_lr = choose(group, entry, alone)
         bias_groups = [group_of[id(b)] for b in biases]
-        found.append(Block(p, group, entry, coordinates, rule, alone, uses_plain_lr, biases, bias_groups))
+        statistics = None if entry is None else layers[entry]
+        found.append(Block(p, group, entry, coordinates, rule, alone, uses_plain_lr, biases, bias_groups, statistics))
 
     for entry in entries:
         biases = [b for b in entry.biases if b is not None and id(b) in group_of and uses[id(b)] == 1]

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from ..parallel import dtensor
 from ..rules.rule import Rule
-from ..statistics.batch import LayerStatistics
 from .block import Block, gradient
 from .torch_step import TorchStep
 from .triton.host import TritonStep, serves
-
-Pair = tuple[Block, LayerStatistics | None]
-
 
 Step = TorchStep | TritonStep  # one interface: look, finite, move, commit, and what `RuleStep` shows to rules
 
@@ -54,22 +50,21 @@ class Plan(NamedTuple):
         return list(found.values())
 
 
-def make(signature: list[Any], pairs: Sequence[Pair], state: Any, compiled: bool) -> Plan:
-    """A plan for these blocks, with their stages."""
-    blocks = [block for block, _ in pairs]
+def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) -> Plan:
+    """A plan for these blocks."""
     homes = [block.entry.home for block in blocks if block.entry is not None]
     frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
-    steps = group(pairs, state, compiled)
+    steps = group(blocks, state, compiled)
     return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
 
 
-def group(pairs: Sequence[Pair], state: Any, compiled: bool) -> list[Step]:
-    """Steps for blocks with their stages: as few as possible."""
+def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
+    """Steps for blocks: as few as possible."""
     # for parameters without a model the tables of the kernels may be larger than the parameters
-    kernels = not compiled and any(block.entry is not None for block, _ in pairs)
-    found: dict[Any, list[Pair]] = {}
-    for block, stage in pairs:
-        backend = TritonStep if kernels and serves(block, stage, state) else TorchStep
+    kernels = not compiled and any(block.entry is not None for block in blocks)
+    found: dict[Any, list[Block]] = {}
+    for block in blocks:
+        backend = TritonStep if kernels and serves(block, state) else TorchStep
         key: tuple[Any, ...] = (
             backend,
             block.weight.device,
@@ -78,9 +73,9 @@ def group(pairs: Sequence[Pair], state: Any, compiled: bool) -> list[Step]:
             block.group.get("momentum", 0.0),
         )
         if backend is TorchStep:
-            key += shared_by_torch_step(block, stage)
-        found.setdefault(key, []).append((block, stage))
-    return [key[0]([b for b, _ in some], [s for _, s in some], state) for key, some in found.items()]
+            key += shared_by_torch_step(block)
+        found.setdefault(key, []).append(block)
+    return [key[0](some, state) for key, some in found.items()]
 
 
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
@@ -91,7 +86,7 @@ def settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)]
 
 
-def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[Any, ...]:
+def shared_by_torch_step(block: Block) -> tuple[Any, ...]:
     """What blocks of one `TorchStep` have in common, beside device, dtype and rule."""
     weight = block.weight
     return (
@@ -100,7 +95,6 @@ def shared_by_torch_step(block: Block, stage: LayerStatistics | None) -> tuple[A
         len(block.biases),
         len(block.frozen),
         block.entry is None,
-        stage is None,
         block.has_rows,
         (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,  # type: ignore[attr-defined]
         tuple(settings(block.group)),

@@ -10,7 +10,6 @@ from ..coordinates.coordinates import Field, Schema
 from ..math.moments import accumulation_dtype
 from ..math.polar import rows_are_longer
 from ..parallel import dtensor
-from ..statistics.batch import LayerStatistics
 from .block import Block
 
 State = dict[str, Any]
@@ -29,13 +28,13 @@ def fields_of(block: Block) -> Iterator[tuple[Tensor, str, Field]]:
             yield p, name, field
 
 
-def shape_of(field: Field, block: Block, stage: LayerStatistics | None, p: Tensor) -> torch.Size:
+def shape_of(field: Field, block: Block, p: Tensor) -> torch.Size:
     """The shape of a field, over all ranks."""
     if field.per == "parameter":
         return p.shape
     if field.per in ("input", "output"):
-        assert stage is not None
-        return torch.Size([stage.inputs if field.per == "input" else stage.units])
+        assert block.statistics is not None
+        return torch.Size([block.statistics.inputs if field.per == "input" else block.statistics.units])
     if field.per == "group":
         return torch.Size([block.groups])
     units, columns = block.units, block.weight.numel() // max(1, block.units) + len(block.biases)
@@ -47,29 +46,29 @@ def shape_of(field: Field, block: Block, stage: LayerStatistics | None, p: Tenso
     return torch.Size([units] if field.per == "unit" else [])
 
 
-def init_state(states: Any, block: Block, stage: LayerStatistics | None) -> None:
+def init_state(states: Any, block: Block) -> None:
     """Give the block's parameters the state they lack, all of it at once: checkpoints need every key."""
-    stale = stale_rule_fields(states, block, stage)
+    stale = stale_rule_fields(states, block)
     for p, name, field in fields_of(block):
         if name not in states[p] or name in stale:
-            states[p][name] = fresh(field, block, stage, p)
+            states[p][name] = fresh(field, block, p)
 
 
-def stale_rule_fields(states: Any, block: Block, stage: LayerStatistics | None) -> set[str]:
+def stale_rule_fields(states: Any, block: Block) -> set[str]:
     """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
     schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
     units = {name: field for name, field in schema.items() if field.per != "count"}
     kept = states[block.weight]
-    wrong = any(n in kept and kept[n].shape != shape_of(f, block, stage, block.weight) for n, f in units.items())
+    wrong = any(n in kept and kept[n].shape != shape_of(f, block, block.weight) for n, f in units.items())
     return set(schema) if wrong else set()
 
 
-def fresh(field: Field, block: Block, stage: LayerStatistics | None, p: Tensor) -> Tensor:
+def fresh(field: Field, block: Block, p: Tensor) -> Tensor:
     """A field's tensor as it is before the first step."""
     if field.per == "parameter":
         dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype
         return torch.full_like(p, field.initial, dtype=dtype, memory_format=torch.preserve_format)
-    shape, dtype = shape_of(field, block, stage, p), accumulation_dtype(p.dtype)
+    shape, dtype = shape_of(field, block, p), accumulation_dtype(p.dtype)
     if field.per in ("unit", "matrix") and block.has_rows and dtensor.groups_along(p, rows=True):
         own = torch.full([block.local_units, *shape[1:]], field.initial, dtype=dtype, device=p.device)
         return dtensor.placed(own, p, shape)

@@ -31,9 +31,9 @@ class TorchStep(RuleStep):
 
     needs_direction = True
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], state: Any) -> None:
-        """Either all of `stages` or none is None."""
-        self.stages = [s for s in stages if s is not None]
+    def __init__(self, blocks: Sequence[Block], state: Any) -> None:
+        """Either all blocks belong to layers, or none."""
+        self.stages = [block.statistics for block in blocks if block.statistics is not None]
         super().__init__(blocks, state, widest(blocks, self.stages, state))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
@@ -112,9 +112,8 @@ class TorchStep(RuleStep):
         sums = Sums(widen(rows), *both.unbind())
         if any(s.stuffed for s in self.stages):
             sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
-        # before a layer has moments, its centre is another row or NaN
-        complete = self.on_host() and all(seen for seen, *_ in found) and torch.equal(centre, self.kept["mx"])
-        complete = complete and isfinite(both.sum().item())
+        complete = self.on_host() and all(seen for seen, *_ in found) and all(self.kept["mass"].tolist())
+        complete = complete and torch.equal(centre, self.kept["mx"]) and isfinite(both.sum().item())
         usable = rows > 0 if complete else usable_sums(sums._replace(rows=rows), self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
         return Batch(rows, applied, examples, usable, sums, centre, g2, complete)

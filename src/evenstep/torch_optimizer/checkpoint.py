@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import options
 from ..coordinates.coordinates import Field, Schema
 from ..parallel import dtensor
-from ..statistics.batch import LayerStatistics
 from ..step.block import Block
 from ..step.state import fields_of, shape_of
 
@@ -65,9 +64,7 @@ class Expected(NamedTuple):
     rule_dtype: torch.dtype | None
 
 
-def expected_of(
-    block: Block, layer: LayerStatistics | None, own: Schema, torch_rule: bool
-) -> Iterator[tuple[Tensor, Expected]]:
+def expected_of(block: Block, own: Schema, torch_rule: bool) -> Iterator[tuple[Tensor, Expected]]:
     """What the state of each parameter of a block must be; `own` has all fields that the optimizer knows."""
     for p in block.parameters:
         shapes = {tuple(p.shape)} | SCALAR
@@ -82,7 +79,7 @@ def expected_of(
             fields["momentum_buffer"] = Field("parameter"), shapes
         for q, name, field in fields_of(block):
             if q is p:
-                shape = tuple(shape_of(field, block, layer, p))
+                shape = tuple(shape_of(field, block, p))
                 fields[name] = field, SCALAR if shape in SCALAR else {shape}
         yield p, Expected(fields, shapes, p.dtype if torch_rule else None)
 

@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from ..model.survey import Entry, survey
 from ..parallel import reduce as distributed
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
-from ..statistics.batch import LayerStatistics, recentre
+from ..statistics.batch import recentre
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
@@ -187,14 +188,8 @@ class ModelOptimizer(Optimizer):
         """The group of each parameter, by id."""
         return {id(p): group for group in self.param_groups for p in group["params"]}
 
-    def _layer_statistics(self, block: Block) -> LayerStatistics | None:
-        return None if block.entry is None else self._statistics.layers[block.entry.name]
-
-    def _with_statistics(self, blocks: list[Block]) -> list[tuple[Block, LayerStatistics | None]]:
-        return [(block, self._layer_statistics(block)) for block in blocks]
-
     def _blocks(self, trains: Callable[[Tensor], bool], groups: list[Group] | None = None) -> list[Block]:
-        return gather(groups or self.param_groups, self._statistics.entries, self._choose, trains)
+        return gather(groups or self.param_groups, self._statistics.layers, self._choose, trains)
 
     # reports
 
@@ -202,7 +197,7 @@ class ModelOptimizer(Optimizer):
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
         about = self._left_out, self.state, self._remark
-        return coverage_of(self.param_groups, blocks, watched.model, watched.entries, *about)
+        return coverage_of(self.param_groups, blocks, watched.model, [*watched.layers], *about)
 
     def _remark(self, block: Block, p: Tensor) -> str:
         """What the optimizer itself says of a parameter in `coverage()`: the rule that moves it, if it has several."""
@@ -219,11 +214,12 @@ class ModelOptimizer(Optimizer):
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
         shares: dict[str, tuple[float, float]] = {}
-        for block, layer in self._with_statistics(self._blocks(lambda p: p.requires_grad)):
-            if layer is not None and block.entry is not None and not block.alone:
+        for block in self._blocks(lambda p: p.requires_grad):
+            entry, layer = block.entry, block.statistics
+            if entry is not None and layer is not None and not block.alone:
                 raised, held, steps = layer.fired.tolist()
                 inputs, units = max(1, steps * layer.inputs), max(1, steps * block.units)
-                shares[block.entry.label] = (raised / inputs, held / units)
+                shares[entry.label] = (raised / inputs, held / units)
         return shares
 
     @property
@@ -260,21 +256,19 @@ class ModelOptimizer(Optimizer):
 
     def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
         """Refuse a state_dict that does not fit, before anything is changed."""
-        problems = [] if mark is None else checkpoints.mark_problems(mark, self._writer())
-        problems = problems or checkpoints.structure_problems(state_dict, self.param_groups)
-        if not problems:
-            pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
-            groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
-            problems = checkpoints.group_problems(self._owner, groups)
-        if not problems:  # state is what it would be with the saved options
-            names, torchs = self._torch_state()
-            own = {**self.coordinates.state, **self.rule.state(0.0)}
-            expected: dict[Tensor, checkpoints.Expected] = {}
-            for block in self._blocks(lambda p: True, groups):
-                expected |= checkpoints.expected_of(block, self._layer_statistics(block), own, torchs)
-            known = names if mark is None else None
-            problems = checkpoints.all_state_problems(state_dict, self.param_groups, expected, known)
-        checkpoints.refuse(self._owner, problems)
+        refuse = partial(checkpoints.refuse, self._owner)
+        refuse([] if mark is None else checkpoints.mark_problems(mark, self._writer()))
+        refuse(checkpoints.structure_problems(state_dict, self.param_groups))
+        pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
+        refuse(checkpoints.group_problems(self._owner, groups))
+        names, torchs = self._torch_state()
+        own = {**self.coordinates.state, **self.rule.state(0.0)}
+        expected: dict[Tensor, checkpoints.Expected] = {}
+        for block in self._blocks(lambda p: True, groups):  # state is what it would be with the saved options
+            expected |= checkpoints.expected_of(block, own, torchs)
+        known = names if mark is None else None
+        refuse(checkpoints.all_state_problems(state_dict, self.param_groups, expected, known))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
@@ -308,7 +302,7 @@ class ModelOptimizer(Optimizer):
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
         self._statistics.clear()
-        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.items()]
+        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.layers.items()]
         for _, layer in pairs:
             layer.settled = False
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]

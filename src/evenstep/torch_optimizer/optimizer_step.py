@@ -84,7 +84,7 @@ class CoordinateOptimizer(ModelOptimizer):
             blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
             if not blocks:
                 return None
-            plan = plans.make([], self._with_statistics(blocks), self.state, compiled)
+            plan = plans.make([], blocks, self.state, compiled)
         if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
             self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, None if agreed is None else agreed.finite
@@ -95,7 +95,7 @@ class CoordinateOptimizer(ModelOptimizer):
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
         """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
-        for entry, layer in self._statistics.items() if self.needs else []:
+        for entry, layer in self._statistics.layers.items() if self.needs else []:
             mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
             parts.append(reduce.Part(layer, mass, reduction))
@@ -118,7 +118,7 @@ class CoordinateOptimizer(ModelOptimizer):
             self._init_state(blocks)
             if self._plan is not None and any(getattr(step, "captured", False) for step in self._plan.steps):
                 self._retired.append(self._plan)
-            self._plan, self._stale = plans.make(signature, self._with_statistics(blocks), self.state, compiled), False
+            self._plan, self._stale = plans.make(signature, blocks, self.state, compiled), False
             if blocks:
                 self._nonfinite = self._nonfinite.to(self._plan.steps[0].device)
         return self._plan
@@ -135,10 +135,9 @@ class CoordinateOptimizer(ModelOptimizer):
             for p in counted:
                 if "step" not in self.state[p]:
                     self.state[p]["step"] = step_count(p, 0.0)
-            layer = self._layer_statistics(block)
-            if layer is not None:
-                layer.to(block.weight.device)
-            init_state(self.state, block, layer)
+            if block.statistics is not None:
+                block.statistics.to(block.weight.device)
+            init_state(self.state, block)
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         """Make the step of all blocks; `agreed` is whether the gradients of all ranks are finite."""
@@ -164,7 +163,7 @@ class CoordinateOptimizer(ModelOptimizer):
             step.move(mask)
         for monitor in self._monitors:
             for block in plan.blocks:
-                monitor.note(block, self._layer_statistics(block), self.state[block.weight])
+                monitor.note(block, self.state[block.weight])
             monitor.end_step()
         for step, mask in zip(plan.steps, masks, strict=True):
             step.commit(mask)
@@ -209,7 +208,8 @@ class CoordinateOptimizer(ModelOptimizer):
             return
         if self._statistics.model is None and blocks:
             self._warn("unseen", NO_MODEL)
-        for block, layer in self._with_statistics(blocks):
+        for block in blocks:
+            layer = block.statistics
             if layer is None or block.entry is None or not block.weight.requires_grad:
                 continue
             readable = layer.device.type == "cpu" or (wait and layer.device.type != "meta")

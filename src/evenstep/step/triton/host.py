@@ -18,8 +18,6 @@ from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ...rules.rule import Fused
-from ...statistics.batch import LayerStatistics
 from ..block import Block
 from . import table_spec as spec
 from .tables import SETTINGS, inner, pieces, places_of, settings_table, shapes_table, whitened
@@ -31,7 +29,7 @@ LAUNCH["write_gradients"] = LAUNCH["move"]
 PARTS = 16  # programs that share a block whose units do not depend on each other
 
 
-def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
+def serves(block: Block, state: Any) -> bool:
     """Whether the kernels can make a block's step: coordinates they know, plain tensors, units as rows in memory."""
     weight, group, rule = block.weight, block.group, block.rule
     if not runs_on(weight) or group["foreach"] is False or group.get("reduction") == "sum":
@@ -43,6 +41,7 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
     if len(biases) > 1 or not weight.numel() or any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)):
         return False
     groups, units, inputs, kernel = block.layout(weight).shape
+    stage = block.statistics
     if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
     gap = inner(block)
@@ -52,7 +51,7 @@ def serves(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
-    return alike and dense and has_first_dtypes(block, stage, state)
+    return alike and dense and has_first_dtypes(block, state)
 
 
 def runs_on(weight: Tensor) -> bool:
@@ -60,12 +59,12 @@ def runs_on(weight: Tensor) -> bool:
     return weight.device.type == "cuda" and weight.dtype in KINDS and available()
 
 
-def has_first_dtypes(block: Block, stage: LayerStatistics | None, state: Any) -> bool:
+def has_first_dtypes(block: Block, state: Any) -> bool:
     """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
-    wide = accumulation_dtype(block.weight.dtype)
+    wide, stage = accumulation_dtype(block.weight.dtype), block.statistics
     kept = [state[block.weight].get(name) for name in spec.STATE]
     kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
-    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused else []
+    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused is not None else []
     return all(t is None or t.dtype == wide for t in kept) and all(
         t is None or t.dtype == block.weight.dtype for t in buffers
     )
@@ -76,19 +75,19 @@ class TritonStep:
 
     all_seen = True  # as far as the host knows, which does not wait for the device
 
-    def __init__(self, blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], state: Any) -> None:
+    def __init__(self, blocks: Sequence[Block], state: Any) -> None:
         """What the kernels need on the device from step to step."""
         first = blocks[0]
-        self.blocks, self.of_block, self.state = list(blocks), list(stages), state
-        self.stages = [s for s in stages if s is not None]
+        self.blocks, self.state = list(blocks), state
+        self.stages = [block.statistics for block in blocks if block.statistics is not None]
         self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
-        self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
+        self.momentum = 0.0 if self.needs_direction else float(first.group.get("momentum", 0.0))
         self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.captured = False  # whether a CUDA graph holds its addresses
         self.places, self.rule_size = places_of(blocks)
-        shapes, self.width, self.total = shapes_table(blocks, stages, self.places)
+        shapes, self.width, self.total = shapes_table(blocks, self.places)
         self.bases = [row[spec.BASE] for row in shapes]
         self.shapes = torch.tensor(shapes, dtype=torch.int64).to(self.device)
         self.owner = Segments([row[spec.UNITS] for row in shapes], self.device).owner.to(torch.int32)
@@ -110,7 +109,7 @@ class TritonStep:
     def _constants(self) -> dict[str, dict[str, Any]]:
         """What each kernel is built with, in its own order: the flags of rule and coordinates by their names there."""
         known = {
-            **{name.upper(): value for name, value in (self.rule.fused or Fused())._asdict().items()},
+            **dict.fromkeys(self.rule.fused or (), True),
             **{name: True for block in self.blocks for name in block.coordinates.fused},
             "MOMENTUM": self.momentum,
             "LINEAR": self.rule.linear,
@@ -199,7 +198,7 @@ class TritonStep:
 
     def _addresses(self, k: int, block: Block) -> list[int]:
         """A row of the table of addresses."""
-        stage, mine, row = self.of_block[k], self.state[block.weight], [0] * spec.ADDRESSES
+        stage, mine, row = block.statistics, self.state[block.weight], [0] * spec.ADDRESSES
         columns = ((spec.GRAD, spec.BUFFER), (spec.BIAS_GRAD, spec.BIAS_BUFFER))
         for p, (grad_column, buffer_column) in zip(block.parameters, columns, strict=False):
             grad = gradient_like(p)
@@ -233,7 +232,7 @@ class TritonStep:
         lrs = [group["lr"] for group in self.groups]
         numbers = [0.0 if isinstance(lr, Tensor) else lr for lr in lrs]
         now = [numbers, *([group.get(name) for name in SETTINGS] for group in self.groups)]
-        there = self.settings.send(now, lambda: settings_table(self.blocks, self.of_block))
+        there = self.settings.send(now, lambda: settings_table(self.blocks))
         if not any(isinstance(lr, Tensor) for lr in lrs):
             return there
         table = there.clone()

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...coordinates.coordinates import Statistics
 from ...rules.rule import plain_share
-from ...statistics.batch import LayerStatistics
 from ..block import Block
 from . import table_spec as spec
 
@@ -74,12 +73,10 @@ def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
     return found, end
 
 
-def shapes_table(
-    blocks: Sequence[Block], stages: Sequence[LayerStatistics | None], places: Sequence[Place]
-) -> tuple[list[list[int]], int, int]:
+def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list[list[int]], int, int]:
     """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
     rows, counters, width, total = list[list[int]](), 0, 0, 0
-    for block, stage, place in zip(blocks, stages, places, strict=True):
+    for block, place in zip(blocks, places, strict=True):
         groups, units, inputs, area = block.layout(block.weight).shape
         moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
@@ -91,8 +88,9 @@ def shapes_table(
         row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
         row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
         row[spec.COUNTER] = -1
-        if stage is not None:
-            row[spec.SLOT_COUNT], row[spec.COUNTER] = len(stage.slots) if moments else 0, counters
+        if block.statistics is not None:
+            row[spec.SLOT_COUNT] = len(block.statistics.slots) if moments else 0
+            row[spec.COUNTER] = counters
             row[spec.FLAGS] += spec.COUNTED + spec.SHARED * ("sharing" in block.coordinates.state)
             counters += 1
         rows.append(row)
@@ -104,10 +102,10 @@ def shapes_table(
 SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name, _ in spec.OF_GROUP.values()))
 
 
-def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | None]) -> list[list[float]]:
+def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
     """The table of settings; a stepsize that is a tensor on another device is 0."""
     rows = []
-    for block, stage in zip(blocks, stages, strict=True):
+    for block in blocks:
         group, row = block.group, [0.0] * spec.SETTINGS
         for column, decay_column, own in zip(
             (spec.RATE, spec.BIAS_RATE), (spec.DECAYED, spec.BIAS_DECAYED), block.param_groups, strict=False
@@ -119,7 +117,7 @@ def settings_table(blocks: Sequence[Block], stages: Sequence[LayerStatistics | N
             row[column] = none if group.get(name) is None else group[name]
         for column, (name, none) in spec.OF_COORDINATES.items():
             row[column] = getattr(block.coordinates, name, none)
-        if stage is None:
+        if block.statistics is None:
             row[spec.RADIUS] = torch.inf
         row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else row[spec.DAMPING]
         row[spec.RATIO] = plain_share(group) if block.uses_plain_lr else 1.0
