@@ -76,6 +76,8 @@ OPTIMIZERS = {
     "unit-unbounded": OptimizerCase(evenstep.BlockNaturalSGD, {"lr": 0.01, "block": "unit", "bounded": False}),
 }
 
+HAND_WRITTEN = ("evenstep", "unitstep", "whitened", "canonical", "fan-in", "unit")
+ONE_EACH = {name: OPTIMIZERS[name] for name in (*HAND_WRITTEN, "whitened-sgd", "whitened-adamw", "whitened-muon")}
 RUNS_TORCH_RULES = (evenstep.Whitened, evenstep.EvenStep)  # which keep their step counts on the host
 
 # optimizers for `helpers.Net`, at stepsizes that keep rounding small: the fused step serves those written by hand on
@@ -105,6 +107,7 @@ TORCH_RULES = {
     "nesterov-joint": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.001, "momentum": 0.9, "nesterov": True, "joint": True}
     ),
+    "orthogonal": OptimizerCase(evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "head": None}),
     "unguarded-rule": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.RMSprop, "lr": 1e-3, "eps": 0.1, "trust": None, "fresh_max": None}
     ),

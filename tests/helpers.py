@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from cases import BY_HAND, OPTIMIZERS, TORCH_RULES
+from cases import BY_HAND, ONE_EACH, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kind import Look
 from evenstep.statistics.batch import LayerStatistics
@@ -28,6 +28,7 @@ CPU_AND_GPU = ["cpu", pytest.param(str(GPU), marks=pytest.mark.gpu)]
 
 
 every_optimizer = pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+one_of_each_class = pytest.mark.parametrize("case", ONE_EACH.values(), ids=ONE_EACH.keys())
 
 
 def small_network():

@@ -12,7 +12,17 @@ import evenstep
 from cases import OPTIMIZERS
 from evenstep import even_step
 from evenstep.torch_optimizer import checkpoint as checkpoints
-from helpers import Forward, assert_same, every_optimizer, is_finite, module_at, moved_by, same, through_a_file
+from helpers import (
+    Forward,
+    assert_same,
+    every_optimizer,
+    is_finite,
+    module_at,
+    moved_by,
+    one_of_each_class,
+    same,
+    through_a_file,
+)
 
 HERE = Path(__file__).parent
 maker = module_at(HERE.parent / "scripts" / "make_checkpoint_fixture.py")
@@ -233,11 +243,10 @@ BAD_OPTIONS = {  # what is allowed, and values that are not; torch's own words c
     "foreach": ("one of None, True, False", ["yes"]),
     "exclude": (r"a list of name patterns; got the string 'head\.\*'", ["head.*"]),
 }
-CLASSES = ["whitened", "fan-in", "canonical", "unitstep", "evenstep", "whitened-sgd", "whitened-muon", "unit"]
 
 
 @pytest.mark.parametrize("key", BAD_OPTIONS)
-@pytest.mark.parametrize("case", [OPTIMIZERS[name] for name in CLASSES], ids=CLASSES)
+@one_of_each_class
 def test_a_bad_hyperparameter_is_refused_in_constructors_groups_and_checkpoints(case, key):
     model, optimizer = trained(case)
     (group,), (allowed, values), owner = optimizer.param_groups, BAD_OPTIONS[key], case.cls.__name__

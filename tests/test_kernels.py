@@ -31,7 +31,7 @@ from helpers import (
 
 BACKEND = "torch" if GPU.type == "cpu" else "triton"
 SERVED = BY_HAND if GPU.type == "cpu" else BY_HAND | TORCH_RULES
-EXACT = [name for name in SERVED if name != "muon"]  # which orthogonalizes in bfloat16
+EXACT = [name for name in SERVED if name not in ("muon", "orthogonal")]  # which orthogonalize in bfloat16
 SOME = [name for name in ("momentum", "unitstep", "unitstep-plain", "adamw", "nesterov-joint") if name in SERVED]
 FUSED = [(name, "cpu") for name in BY_HAND]
 FUSED += [pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in EXACT]

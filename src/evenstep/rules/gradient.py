@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from .rule import Direction, Fused, Rule, RuleStep, heavy_ball
+from .rule import Direction, Rule, RuleStep, heavy_ball
 
 
 class GradientRule(Rule):
     """The gradient itself; with momentum, its heavy ball."""
 
     linear = True
-    fused = Fused()
+    fused = ()
 
     def direction(self, step: RuleStep, ok: Tensor | None) -> Direction:
         """The gradient, or the momentum buffer."""

@@ -31,19 +31,12 @@ class Direction(NamedTuple):
     scale: Tensor | None = None
 
 
-class Fused(NamedTuple):
-    """What the kernels must know of a rule to make its directions themselves."""
-
-    nesterov: bool = False  # whether the momentum looks ahead
-    unit_scale: bool = False  # whether each unit is divided by the root of its running mean square
-
-
 class Rule:
     """A rule: its state, and the direction it makes of gradients on v."""
 
     linear = False  # linear in the gradient: feels β, and commutes with loss scaling
     own_rate = False  # whether directions have their stepsize and sign already
-    fused: Fused | None = None  # None: the kernels leave the direction to torch operations
+    fused: Sequence[str] | None = None  # flags of the kernels that make its directions; None: torch operations do
 
     def joint(self, block: Any) -> bool:
         """Whether it sees a layer as one matrix, biases as columns."""

@@ -7,13 +7,13 @@ from ..coordinates.coordinates import Field, Schema
 from ..math import stepsize
 from ..math.constants import inverse_root
 from ..math.moments import gain
-from .rule import Direction, Fused, OnV, Rule, RuleStep, heavy_ball
+from .rule import Direction, OnV, Rule, RuleStep, heavy_ball
 
 
 class UnitRule(Rule):
     """Each unit's gradient over the root of its running mean square, damped by its layer's; Nesterov momentum."""
 
-    fused = Fused(nesterov=True, unit_scale=True)
+    fused = ("NESTEROV", "UNIT_SCALE")
 
     def state(self, momentum: float) -> Schema:
         """Momentum, and the running mean square of each unit."""

@@ -18,7 +18,6 @@ from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ...rules.rule import Fused
 from ..block import Block
 from . import table_spec as spec
 from .tables import SETTINGS, inner, pieces, places_of, settings_table, shapes_table, whitened
@@ -65,7 +64,7 @@ def has_first_dtypes(block: Block, state: Any) -> bool:
     wide, stage = accumulation_dtype(block.weight.dtype), block.statistics
     kept = [state[block.weight].get(name) for name in spec.STATE]
     kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
-    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused else []
+    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused is not None else []
     return all(t is None or t.dtype == wide for t in kept) and all(
         t is None or t.dtype == block.weight.dtype for t in buffers
     )
@@ -83,7 +82,7 @@ class TritonStep:
         self.stages = [block.statistics for block in blocks if block.statistics is not None]
         self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
-        self.momentum = float(first.group.get("momentum", 0.0)) if self.rule.fused else 0.0
+        self.momentum = 0.0 if self.needs_direction else float(first.group.get("momentum", 0.0))
         self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.captured = False  # whether a CUDA graph holds its addresses
@@ -110,7 +109,7 @@ class TritonStep:
     def _constants(self) -> dict[str, dict[str, Any]]:
         """What each kernel is built with, in its own order: the flags of rule and coordinates by their names there."""
         known = {
-            **{name.upper(): value for name, value in (self.rule.fused or Fused())._asdict().items()},
+            **dict.fromkeys(self.rule.fused or (), True),
             **{name: True for block in self.blocks for name in block.coordinates.fused},
             "MOMENTUM": self.momentum,
             "LINEAR": self.rule.linear,
