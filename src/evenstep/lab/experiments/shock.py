@@ -55,12 +55,13 @@ class Inputs:
         self.dead: dict[str, float] = {}
         optimizer._monitors.append(self)
 
-    def note(self, block: Any, stage: Any, state: dict[str, Any]) -> None:
+    def note(self, block: Any, state: dict[str, Any]) -> None:
         """Called by the optimizer for each block, before its batch joins the moments."""
-        if stage is None or block.entry is None or "mx" not in state:
+        layer = block.statistics
+        if layer is None or block.entry is None or "mx" not in state:
             return
-        sums, path = stage.sums(), block.entry.path
-        mean, var = batch_moments(sums, stage.centre)
+        sums, path = layer.sums(), block.entry.path
+        mean, var = batch_moments(sums, layer.centre)
         known = usable(sums) & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
         self.grown[path] = (known & (var > 10 * state["vx"])).sum().item()
         self.dead[path] = (usable(sums) & (mean == 0) & (var == 0)).double().mean().item()
