@@ -1,6 +1,7 @@
 """Canonical coordinates (eq. 5): what they make of the curvature, and the squared gradients that their hooks read."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -164,21 +165,16 @@ def test_g2_of_a_layer_called_several_times_is_that_of_all_calls():
     assert_close(found, sum(g.square().sum(0) for g in slopes))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_g2_of_views_survives_checkpointing(reentrant):
+AGAIN = [*((partial(checkpoint, use_reentrant=reentrant), 1) for reentrant in (True, False)), (nn.Module.__call__, 2)]
+
+
+@pytest.mark.parametrize(("call", "passes"), AGAIN, ids=["reentrant", "not reentrant", "two passes"])
+def test_g2_of_views_survives_checkpointing_and_adds_up_over_passes_through_a_retained_graph(call, passes):
     layer, x = nn.Linear(3, 4).double(), randn(6, 5, 3).requires_grad_()
     model = nn.Sequential(layer, nn.ReLU(inplace=True))
     y = layer(x)
-    found = gathered(layer, lambda: checkpoint(model, x, use_reentrant=reentrant).square().sum(), model)
-    assert_close(found, expected(y.relu().square().sum(), y))
-
-
-def test_g2_of_a_second_pass_through_a_retained_graph_adds_up():
-    """As autograd adds gradients."""
-    layer, x = nn.Linear(3, 4).double(), randn(6, 5, 3)
-    y = layer(x)
-    found = gathered(layer, lambda: layer(x).relu_().square().sum(), passes=2)
-    assert_close(found, 2 * expected(y.relu().square().sum(), y))
+    found = gathered(layer, lambda: call(model, x).square().sum(), model, passes=passes)
+    assert_close(found, passes * expected(y.relu().square().sum(), y))
 
 
 def test_g2_of_a_gradient_penalty_adds_both_passes():

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import BY_HAND
-from helpers import CPU_AND_GPU, GPU, Net, backward, classify, descend, images, small_network, states, train, twins
+from helpers import GPU, Net, backward, classify, descend, images, small_network, states, train, twins
 from helpers import assert_same as assert_weights_agree
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -144,27 +144,27 @@ def train_images(model, optimizer, steps, change=lambda step: None):
         classify(optimizer, model, [(x.to(model[0].weight), y.to(model[0].weight.device))])
 
 
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-@some_optimizers
-def test_a_new_memory_layout_changes_nothing(name, device, foreach):
-    model, changing = twins(lambda: small_network().to(device, torch.float64 if device == "cpu" else torch.float32))
-    optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, changing))
-    layouts = torch.contiguous_format, torch.channels_last
-    train_images(model, optimizer, 4)
-    train_images(changing, other, 4, lambda step: changing.to(memory_format=layouts[step % 2]))
-    assert_same((model, optimizer), (changing, other), CLOSE if device == "cpu" else ROUNDED)
+def lay_out_anew(model, step):
+    model.to(memory_format=(torch.contiguous_format, torch.channels_last)[step % 2])
 
 
-@pytest.mark.gpu
+def visit_the_gpu(model, step):
+    model.to(GPU if step in (2, 3) else "cpu")
+
+
+ON_GPU = [pytest.param(at, move, marks=pytest.mark.gpu) for at, move in ((GPU, lay_out_anew), ("cpu", visit_the_gpu))]
+
+
 @pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize(("device", "move"), [("cpu", lay_out_anew), *ON_GPU])
 @some_optimizers
-def test_a_move_to_another_device_and_back_changes_nothing(name, foreach):
-    model, moving = twins()
+def test_a_new_memory_layout_or_device_changes_nothing(name, device, move, foreach):
+    exact = device == "cpu" and move is lay_out_anew
+    model, moving = twins(lambda: small_network().to(device, torch.float64 if exact else torch.float32))
     optimizer, other = (BY_HAND[name].build(m, foreach=foreach) for m in (model, moving))
     train_images(model, optimizer, 6)
-    train_images(moving, other, 6, lambda step: moving.to(GPU if step in (2, 3) else "cpu"))
-    assert_same((model, optimizer), (moving, other), ROUNDED)
+    train_images(moving, other, 6, lambda step: move(moving, step))
+    assert_same((model, optimizer), (moving, other), CLOSE if exact else ROUNDED)
 
 
 def test_gradients_in_another_memory_order_change_nothing():

@@ -9,20 +9,10 @@ import torch
 from torch import nn
 
 import evenstep
-from cases import OPTIMIZERS
+from cases import ONE_EACH, OPTIMIZERS
 from evenstep import even_step
 from evenstep.torch_optimizer import checkpoint as checkpoints
-from helpers import (
-    Forward,
-    assert_same,
-    every_optimizer,
-    is_finite,
-    module_at,
-    moved_by,
-    one_of_each_class,
-    same,
-    through_a_file,
-)
+from helpers import Forward, assert_same, every_optimizer, is_finite, module_at, moved_by, same, through_a_file
 
 HERE = Path(__file__).parent
 maker = module_at(HERE.parent / "scripts" / "make_checkpoint_fixture.py")
@@ -246,7 +236,7 @@ BAD_OPTIONS = {  # what is allowed, and values that are not; torch's own words c
 
 
 @pytest.mark.parametrize("key", BAD_OPTIONS)
-@one_of_each_class
+@pytest.mark.parametrize("case", ONE_EACH.values(), ids=ONE_EACH)
 def test_a_bad_hyperparameter_is_refused_in_constructors_groups_and_checkpoints(case, key):
     model, optimizer = trained(case)
     (group,), (allowed, values), owner = optimizer.param_groups, BAD_OPTIONS[key], case.cls.__name__

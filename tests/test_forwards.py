@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -39,8 +38,6 @@ UNCOUNTED = {
     "no_grad": lambda model, x: torch.no_grad()(lambda: model(x))(),
     "inference mode": lambda model, x: torch.inference_mode()(lambda: model(x))(),
     "transform": in_a_transform,
-    "deepcopy": lambda model, x: copy.deepcopy(model)(x).sum().backward(),
-    "pickle": lambda model, x: pickle.loads(pickle.dumps(model))(x).sum().backward(),
 }
 
 

@@ -32,16 +32,16 @@ def batches(count):
     return [torch.randn(32, 2, 5, 5, device="cuda") + 0.5 for _ in range(count)]
 
 
-def step(model, forward, optimizer, x):
+def step(forward, optimizer, x):
     """The captured operations; gradients stay where the last replay put them."""
     forward(x).square().mean().backward()
     optimizer.step()
 
 
-def train(model, forward, optimizer, xs):
+def train(forward, optimizer, xs):
     for x in xs:
         optimizer.zero_grad()
-        step(model, forward, optimizer, x)
+        step(forward, optimizer, x)
 
 
 def captured(model, optimizer, xs):
@@ -52,11 +52,11 @@ def captured(model, optimizer, xs):
         for x in xs:
             still.copy_(x)
             optimizer.zero_grad(set_to_none=True)
-            step(model, model, optimizer, still)
+            step(model, optimizer, still)
     torch.cuda.current_stream().wait_stream(stream)
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
-        step(model, model, optimizer, still)
+        step(model, optimizer, still)
 
     def replay(x):
         still.copy_(x)
@@ -76,13 +76,13 @@ def test_a_captured_step_is_an_eager_one(case, scheduled):
     rates = [torch.tensor(rate(case), device="cuda") if scheduled else rate(case) for _ in range(2)]
     one, two = (case.build(m, lr=lr, capturable=True) for m, lr in zip((eager, graphed), rates, strict=True))
     replay = captured(graphed, two, xs[:3])
-    train(eager, eager, one, xs[:3])
+    train(eager, one, xs[:3])
     if scheduled:
         for lr in rates:
             lr.mul_(0.25)
     for x in xs[3:]:
         replay(x)
-    train(eager, eager, one, xs[3:])
+    train(eager, one, xs[3:])
     assert_same(eager, graphed, rtol=1e-3, atol=1e-4)
     for p, q in zip(eager.parameters(), graphed.parameters(), strict=True):
         assert one.state[p].keys() == two.state[q].keys()
@@ -99,11 +99,11 @@ def test_no_step_waits_for_the_device(case, capturable):
     model = network()
     optimizer = case.build(model, lr=rate(case), capturable=capturable)
     xs = batches(8)
-    train(model, model, optimizer, xs[:3])
+    train(model, optimizer, xs[:3])
     before = weights(model)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train(model, model, optimizer, xs[3:])
+        train(model, optimizer, xs[3:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not all(still(model, before)), "the steps moved nothing"
@@ -121,8 +121,8 @@ def test_hooks_run_inside_the_graphs_of_reduce_overhead(case):
     compiled = torch.compile(watched, mode="reduce-overhead", fullgraph=True)
     for x in xs:
         torch.compiler.cudagraph_mark_step_begin()
-        train(eager, eager, one, [x])
-        train(watched, compiled, two, [x])
+        train(eager, one, [x])
+        train(compiled, two, [x])
     if case.cls is not evenstep.CanonicalSGD:  # its backward pass writes g² as well
         assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -176,7 +176,7 @@ def test_a_compiled_step_on_the_device_is_an_eager_one(case):
     one, two = (case.build(m, lr=torch.tensor(rate(case), device="cuda")) for m in (eager, compiled))
     torch._dynamo.reset()
     step = torch.compile(two.step)
-    train(eager, eager, one, xs)
+    train(eager, one, xs)
     for x in xs:
         two.zero_grad()
         compiled(x).square().mean().backward()

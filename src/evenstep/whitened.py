@@ -69,8 +69,7 @@ class Whitened(CoordinateOptimizer):
             options.check(owner, {"lr": lr})
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
-        base_kwargs |= proxies.flags(base, capturable=capturable or None, foreach=foreach)
-        self._base = TorchClass(owner, base, base_kwargs)
+        self._base = TorchClass(owner, base, base_kwargs, capturable=capturable or None, foreach=foreach)
         plain = torch.optim.AdamW if plain is None and muon else plain
         self._plain = self._base if plain is None else TorchClass(owner, plain, {})
         self.rule = TorchRule(self._base, self._plain)

@@ -62,10 +62,10 @@ def reduce(
     """Add up statistics over ranks, in place, and find whether `grads` are finite."""
     tensors = [t for part in parts for t in part.tensors()]
     device = next((t.device for t in [*tensors, *grads]), torch.device("cpu"))
-    if not statistics.compared:
-        compare(ranks, sum(t.numel() for t in tensors), device)
-        statistics.compared = True
-    agree(ranks, [part for part in parts if part.mass is not None and not part.layer.settled])
+    if not statistics.same_layers:
+        check_same_layers(ranks, sum(t.numel() for t in tensors), device)
+        statistics.same_layers = True
+    share_centres(ranks, [part for part in parts if part.mass is not None and not part.layer.settled])
     for part in parts:
         part.layer.g2.mul_(part.examples2())
     # one reduction for sums and flags: no rank may skip a step alone
@@ -76,7 +76,7 @@ def reduce(
     return Agreed(flags[0] == 0, flags[1])
 
 
-def compare(ranks: Any, size: int, device: torch.device) -> None:
+def check_same_layers(ranks: Any, size: int, device: torch.device) -> None:
     """Check that all ranks add up the same layers: others would wait for each other, or add nonsense."""
     both = torch.tensor([size, -size], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, ranks)
@@ -88,7 +88,7 @@ def compare(ranks: Any, size: int, device: torch.device) -> None:
         )
 
 
-def agree(ranks: Any, parts: Sequence[Part]) -> None:
+def share_centres(ranks: Any, parts: Sequence[Part]) -> None:
     """Move sums that may have centres of their own to the mean of the ranks' centres.
 
     Only sums about a common centre can be added up. That is the running mean once there is one, which a `settled` layer
@@ -111,7 +111,7 @@ def agree(ranks: Any, parts: Sequence[Part]) -> None:
             part.layer.settled = part.mass is not None and bool(part.mass > 0)
 
 
-def pulled(ranks: Any, params: Sequence[Tensor]) -> set[int]:
+def nonzero_gradients(ranks: Any, params: Sequence[Tensor]) -> set[int]:
     """The ids of parameters whose gradient is not zero, here or on any of `ranks` (reads the device)."""
     found = torch.zeros(len(params), device=params[0].device if params else None)
     for k, p in enumerate(params):

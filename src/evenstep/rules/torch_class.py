@@ -21,16 +21,21 @@ REFUSED = {
 class TorchClass:
     """A torch rule ready to run on proxies: an instance without parameters, and how to make another."""
 
-    def __init__(self, owner: str, rule: Any, keywords: dict[str, Any]) -> None:
-        """Try the rule on two small matrices; an error says why it cannot serve."""
+    def __init__(self, owner: str, rule: Any, keywords: dict[str, Any], **flags: bool | None) -> None:
+        """Try the rule on two small matrices; an error says why it cannot serve.
+
+        Of `flags` it gets those that it knows and that are not None.
+        """
         cls = getattr(rule, "func", rule)
         self.name = getattr(cls, "__name__", repr(cls))
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise ValueError(f"{owner}: base must be a torch.optim.Optimizer class; got {rule!r}.")
         if self.name in REFUSED:
             raise ValueError(f"{owner}: {self.name} cannot run in whitened coordinates: {REFUSED[self.name]}.")
-        if "weight_decay" in inspect.signature(cls).parameters:
-            keywords = {**keywords, "weight_decay": 0}  # the optimizer decays w itself
+        known = inspect.signature(cls).parameters
+        keywords = {**keywords, **{k: v for k, v in flags.items() if k in known and v is not None}}
+        if "weight_decay" in known:
+            keywords["weight_decay"] = 0  # the optimizer decays w itself
         self.make = partial(rule, **keywords)
         try:
             self.instance: Optimizer = self.make([nn.Parameter(torch.zeros(2, 2))])

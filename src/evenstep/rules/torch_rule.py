@@ -5,7 +5,6 @@ lives in the optimizer's state and its hyperparameters in the optimizer's groups
 checkpoints, schedulers and replaced parameters need no second bookkeeping.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
@@ -199,17 +198,6 @@ def remembered(base: TorchClass, proxy: Proxy, state: dict[str, Any], foreign: S
         elif v.stride() != proxy.grad.stride():  # fused rules read memory as it lies
             mine[k] = torch.empty_like(proxy.grad).copy_(v)
     return mine
-
-
-def flags(rule: Any, **wanted: bool | None) -> dict[str, bool]:
-    """Those of torch's flags that are asked for (not None) and that the rule has.
-
-    >>> flags(torch.optim.SGD, capturable=True, foreach=False)
-    {'foreach': False}
-    """
-    cls = getattr(rule, "func", rule)
-    known = inspect.signature(cls).parameters if callable(cls) else {}
-    return {name: value for name, value in wanted.items() if value is not None and name in known}
 
 
 def fixed(lr: Any) -> dict[str, Any]:

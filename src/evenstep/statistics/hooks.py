@@ -161,7 +161,7 @@ class ForwardEnd(Hook):
 class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
-    compared = False  # whether all ranks are known to have the same layers
+    same_layers = False  # whether all ranks are known to have the same layers
 
     def __init__(
         self, model: nn.Module | None, entries: list[Entry], needs: Statistics, limits: Sequence[int | None] = ()

@@ -80,7 +80,7 @@ class CoordinateOptimizer(ModelOptimizer):
         plan = self._planned(compiled)
         agreed = None if ranks is None else self._reduced(ranks, plan.blocks, busy)
         if not busy and (agreed is None or not agreed.busy > 0):
-            moved = reduce.pulled(ranks, [p for group in self.param_groups for p in group["params"]])
+            moved = reduce.nonzero_gradients(ranks, [p for group in self.param_groups for p in group["params"]])
             blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
             if not blocks:
                 return None
