@@ -150,7 +150,7 @@ def measure(
                     typical2 = tl.exp(tl.sum(logs, 0) / tl.maximum(number, 1.0))
                     crowd2 = tl.maximum(spec.CROWD * spec.CROWD * typical2, bound2 * (spec.LEAST * spec.LEAST))
                     bound2 = tl.where(number > 0, tl.minimum(bound2, crowd2), bound2)
-    if (flags & spec.COUNTED) != 0:
+    if ((flags & spec.COUNTED) != 0) & (part == 0):  # one program, where several share the units
         mine = tl.load(s + spec.COUNTER) * spec.COUNTERS
         raised = tl.where((flags & spec.WHITENED) != 0, tl.load(layers + block * spec.LAYERS + spec.RAISED), 0.0)
         stopped = tl.sum(held, 0)
