@@ -80,15 +80,17 @@ class RuleStep:
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
         self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
         self.on_v, self.scales = OnV([], None), list[Scales]()
-        self.own: list[dict[str, Any]] = []  # state of the blocks' weights, once it is known in this step
+        self.own: list[dict[str, Any]] = []  # what `owned` gives, once it is known in this step
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
-        if not self.own:
-            self.own = [self.state[b.weight] for b in self.blocks]
-        return [b.local(own[name]) for b, own in zip(self.blocks, self.own, strict=True)]
+        return [b.local(own[name]) for b, own in zip(self.blocks, self.own or self.owned(), strict=True)]
+
+    def owned(self) -> list[dict[str, Any]]:
+        """The state of each block's weight."""
+        return [self.state[b.weight] for b in self.blocks]
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""

@@ -67,14 +67,14 @@ class TorchStep(RuleStep):
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.packed, self.scales = Scales(), list[Scales]()
+        self.packed, self.scales, self.own = Scales(), [], []
         self.on_v, self.direction = OnV([], None), Direction([], None)
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        self.own, self.square, self.length2 = [], None, None  # after a step that was not finite
+        self.own, self.square, self.length2 = self.owned(), None, None
         grads = self.wide([gradient(p) for p in self.parameters])
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
