@@ -94,8 +94,6 @@ def test_a_captured_step_is_an_eager_one(case, scheduled):
 @every_optimizer
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 def test_no_step_waits_for_the_device(case, capturable):
-    if case.cls is evenstep.Whitened and not capturable:
-        pytest.skip("reads one bool unless capturable")
     model = network()
     optimizer = case.build(model, lr=rate(case), capturable=capturable)
     xs = batches(8)

@@ -30,13 +30,12 @@ class Whitened(CoordinateOptimizer):
     layer's stepsize by that power of its number of inputs: rules that move every weight alike, as Adam does, move a
     unit of n weights by √n times as much, and 0.25 keeps wide layers from dying.
 
-    Once a step it reads one bool from the device, to skip a gradient that is not finite; with `capturable=True` it
-    reads none, and such a gradient counts as zero in the rule's memory.
+    A gradient that is not finite moves nothing. On a GPU, where no step waits for the device, and with
+    `capturable=True` it counts as zero in the rule's memory.
     """
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
     rule: TorchRule
-    _reads_device = True
     _copied = ("_base", "_plain", "rule")
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # torch's rules are not for a compiler to look into
 

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import polar
 from ..parallel import dtensor
-from .rule import Rule, put
+from .rule import Rule, put, unpack
 from .torch_rule import gathered
 
+ALIGNED = 8  # numbers of 2 bytes in the 16 that matrix units read at once
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
 
 
@@ -52,7 +55,7 @@ class OrthogonalRule(Rule):
         if not steps:
             return
         targets = [[q for (q,) in step.stand_ins()] for step in steps]
-        by_shape: dict[Any, list[Layer]] = {}
+        alike: dict[Any, list[Layer]] = {}
         for step, matrices in zip(steps, targets, strict=True):
             ahead = self._ahead(step, [q.grad for q in matrices if q.grad is not None], ok)
             lengths = self._lengths(step, ok)
@@ -61,8 +64,8 @@ class OrthogonalRule(Rule):
                 if dtensor.sharded(block.weight):
                     matrix = gathered(block.weight, matrix)
                 layer = Layer(block, step.state[block.weight], q.detach(), matrix, length, scale)
-                by_shape.setdefault((block.groups, matrix.shape, matrix.device, matrix.dtype), []).append(layer)
-        for layers in by_shape.values():
+                alike.setdefault(layer.key(), []).append(layer)
+        for layers in alike.values():
             self._write(layers, self._directions(layers, ok))
         for step, matrices in zip(steps, targets, strict=True):
             step.take([[q.detach()] for q in matrices])
@@ -76,59 +79,66 @@ class OrthogonalRule(Rule):
         put(buffers, means, ok)
         return list(torch._foreach_lerp(grads, means, momentum))
 
-    def _lengths(self, step: Any, ok: Tensor | None) -> list[Tensor]:
+    def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
         """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
 
         This is done before a step rather than after it, so that nothing but the step itself follows the guards.
         """
-        state = [step.state[block.weight]["radius"] for block in step.blocks]
-        norms, lengths = matrix_norms(step.blocks), []
-        radii = [first_radius(*each) for each in zip(state, norms, step.blocks, strict=True)]
-        put(state, radii, ok)
-        for block, radius, norm in zip(step.blocks, radii, norms, strict=True):
-            shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
-            shrink = shrink if ok is None else torch.where(ok, shrink, 1)
-            lengths.append((norm * shrink).clamp(min=self.least * radius))
-            weight = dtensor.local(block.weight).detach()
+        blocks, radii = step.blocks, [step.state[block.weight]["radius"] for block in step.blocks]
+        norms = matrix_norms(blocks)
+        first = torch._foreach_clamp_min(norms, [(block.units / block.groups) ** 0.5 for block in blocks])
+        norm, radius = torch.cat(norms), torch.cat(radii)
+        radius = torch.where(radius > 0, radius, torch.cat(first))
+        put(radii, unpack(radius, radii), ok)
+        shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        shrink = shrink if ok is None else torch.where(ok, shrink, 1)
+        weights = [dtensor.local(block.weight).detach() for block in blocks]
+        factors = list(unpack(shrink, radii))
+        for k, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
             if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
-                rows = shrink[block.group_of_rows()]
-                shrink = block.unmatrix(rows[:, None].expand(block.matrix(weight).shape))
-            weight.mul_(shrink)
-        return lengths
+                rows = factors[k][block.group_of_rows()]
+                factors[k] = block.unmatrix(rows[:, None].expand(block.matrix(weight).shape))
+        foreach.mul_(weights, factors)
+        return unpack((norm * shrink).maximum(self.least * radius), radii)
 
     def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:
-        """Steps at lr 1 of layers of one shape, [layer · group, unit, column]."""
-        groups = layers[0].block.groups
+        """Steps at lr 1 of layers that are alike, [layer · group, unit, column]."""
+        groups, biases = layers[0].block.groups, len(layers[0].block.biases)
         x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
-        narrow = x.is_cuda and x.dtype != torch.float64  # GPUs multiply in bfloat16 many times as fast
-        factor = polar.polar(x.bfloat16() if narrow else x, self.steps).to(x.dtype)
+        if x.is_cuda and x.dtype != torch.float64:  # GPUs multiply in bfloat16 many times as fast
+            factor = polar.polar(aligned(x.bfloat16()), self.steps)[:, : x.shape[1], : x.shape[2]].to(x.dtype)
+        else:
+            factor = polar.polar(x, self.steps)
         squares = [layer.state["line_square"] for layer in layers]
         fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
         put(squares, means, ok)
         factor = polar.normalize_lines(factor, torch.cat([s.reshape(groups, -1) for s in means]))
-        parts = zip(layers, torch.split(factor, groups), strict=True)
-        lengths = torch.cat([layer.length_on_w(part) for layer, part in parts])
+        # a layer without bias moves a little less along its mean
+        scales = [layer.scale for layer in layers if layer.scale is not None]
+        weights = factor[..., : factor.shape[-1] - biases]
+        norms = torch.linalg.vector_norm(weights * torch.cat(scales) if scales else weights, dim=(-2, -1))
         wanted = torch.cat([layer.length for layer in layers])
-        return factor * (wanted / lengths.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None]
+        return factor.mul_((wanted / norms.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None])
 
     def _write(self, layers: "Sequence[Layer]", directions: Tensor) -> None:
         """Write the steps where the optimizer looks for them: weights and biases have stepsizes of their own."""
-        for layer, step in zip(layers, directions.reshape(len(layers), -1, directions.shape[-1]), strict=True):
-            block, target = layer.block, layer.target
-            own = dtensor.part(step, block.weight) if dtensor.sharded(block.weight) else step
-            rate, *bias_rates = block.rates()
-            torch.mul(own, -rate, out=target)
-            for k, bias_rate in enumerate(bias_rates, target.shape[1] - len(bias_rates)):
+        steps = directions.reshape(len(layers), -1, directions.shape[-1]).unbind()
+        for layer, step in zip(layers, steps, strict=True):
+            own = dtensor.part(step, layer.block.weight) if dtensor.sharded(layer.block.weight) else step
+            rate, *bias_rates = layer.block.rates()
+            torch.mul(own, -rate, out=layer.target)
+            for k, bias_rate in enumerate(bias_rates, own.shape[1] - len(bias_rates)):
                 if bias_rate is not rate and (isinstance(rate, Tensor) or bias_rate != rate):
-                    target[:, k] = own[:, k] * -bias_rate
+                    layer.target[:, k] = own[:, k] * -bias_rate
 
 
 @dataclass
 class Layer:
     """One layer in a step: its block and state, where its step goes, the matrix to orthogonalize, all of its rows.
 
-    `scale` is how far each column of the matrix moves weights, [group, 1, column] without biases (None: 1).
+    `length` is that of its step at lr 1, for each group. `scale` is how far each column of the matrix moves weights,
+    [group, 1, column] without biases (None: 1).
     """
 
     block: Any
@@ -138,24 +148,27 @@ class Layer:
     length: Tensor
     scale: Tensor | None
 
-    def length_on_w(self, step: Tensor) -> Tensor:
-        """The norm of the weights' step for each group. A layer without bias moves a little less along its mean."""
-        columns = step.shape[-1] - len(self.block.biases)
-        weights = step[..., :columns] if self.scale is None else step[..., :columns] * self.scale
-        length: Tensor = torch.linalg.vector_norm(weights, dim=(-2, -1))
-        return length
+    def key(self) -> tuple[Any, ...]:
+        """What layers have in common that are multiplied in one batch."""
+        x = self.matrix
+        return self.block.groups, len(self.block.biases), self.scale is None, x.shape, x.device, x.dtype
 
 
-def first_radius(radius: Tensor, norm: Tensor, block: Any) -> Tensor:
-    """The radius of each group, found before the first step: its norm, at least that of rows of length 1."""
-    return torch.where(radius > 0, radius, norm.clamp(min=(block.units / block.groups) ** 0.5))
+def aligned(x: Tensor) -> Tensor:
+    """Matrices with zeros added, which stay zero, up to sizes that GPUs multiply fast: a bias makes columns odd.
+
+    >>> aligned(torch.ones(1, 16, 9)).shape
+    torch.Size([1, 16, 16])
+    """
+    more = [-size % ALIGNED for size in x.shape[-2:]]
+    return F.pad(x, (0, more[1], 0, more[0])) if any(more) else x
 
 
 def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
     """The norm of each matrix of weights: [group] for each block, over all ranks."""
     found = []
     for block in blocks:
-        weight = dtensor.local(block.weight).detach()
+        weight = block.local(block.weight).detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
         if not dtensor.sharded(block.weight):
             found.append(torch.linalg.vector_norm(block.layout(weight), dim=(1, 2, 3), dtype=wide))

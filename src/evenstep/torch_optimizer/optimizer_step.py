@@ -39,8 +39,6 @@ NO_RATIO = (
 class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
 
-    _reads_device = False  # whether a step waits for one bool, to skip a gradient that is not finite
-
     def _detached(self) -> None:
         super()._detached()
         self._plan: Plan | None = None
@@ -182,7 +180,7 @@ class CoordinateOptimizer(ModelOptimizer):
         return None
 
     def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
-        """Whether all of these hold: None (yes) or False if the host may read them, else a mask on the device.
+        """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
@@ -191,7 +189,7 @@ class CoordinateOptimizer(ModelOptimizer):
         device = finite[0].device
         ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
         capturable = any(group["capturable"] for group in self.param_groups)
-        if not (torch.compiler.is_compiling() or capturable) and (self._reads_device or device.type == "cpu"):
+        if device.type == "cpu" and not (torch.compiler.is_compiling() or capturable):
             if ok:
                 return None
             self._nonfinite.add_(1)
