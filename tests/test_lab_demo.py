@@ -39,15 +39,6 @@ def test_demo_writes_records_table_figure_and_report(tmp_path, capsys):
         assert text in packed
 
 
-def test_demo_interrupted_at_once_says_so(tmp_path, monkeypatch, capsys):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep, "sweep", stop)
-    assert run_demo(tmp_path) == 130
-    assert "nothing to report" in capsys.readouterr().out and not (tmp_path / "report.html").exists()
-
-
 def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
     runs = {("sg", 0.1): [2.0, 1.0], ("sg", 0.3): [2.0, 0.5], ("sg", 9.0): [2.0, None], ("whitening", 0.3): [1.0, 0.2]}
     found = [record(method, lr, losses) for (method, lr), losses in runs.items()]

@@ -15,7 +15,7 @@ from evenstep.lab.commands import run_sweep as sweep_command
 from evenstep.lab.data.fashion import FASHION_NAME
 from evenstep.lab.experiments import EXPERIMENTS, Claim, Verdict, fig1
 from evenstep.lab.methods import METHODS
-from lab_helpers import luminance, record
+from lab_helpers import record
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&amp;{{ 7*7 }}$\\frac{"\'`\u2028\ud800\x00'
 
@@ -141,11 +141,7 @@ def test_records_of_other_kinds_are_counted(tmp_path):
     assert f"records.jsonl: {len(others)}" in page.texts
 
 
-def test_odd_numbers_in_rows_do_no_harm(tmp_path):
-    run = record("sg", 0.1, [2.0, 1.0])
-    run["metrics"][0] |= {"test_accuracy": math.nan, "seconds": math.inf, "train_loss": 10**400}
-    run["metrics"][1] |= {"other": "many"}
-    assert write(tmp_path, run).tags and reading.read(tmp_path).runs[0]["metrics"][0]["train_loss"] is None
+ODD_ROW = {"test_accuracy": math.nan, "seconds": math.inf, "train_loss": 10**400, "other": "many"}
 
 
 @pytest.mark.filterwarnings("error")
@@ -153,16 +149,13 @@ def test_odd_numbers_in_rows_do_no_harm(tmp_path):
     "odd",
     [
         [record("sg", 1e300, [1.0]), record("sg", 1, [1.2])],
-        [record("sg", 5e-324, [1.0]), record("sg", 1e300, [1.2])],
         [record("sg", 5e-324, [1.0])],
         [record("sg", 0.1, [1e-320])],
         [record("sg", 0.1, [10**300], data="other"), record("sg", 0.2, [1.0], data="other")],
         [record("sg", 0.1, [-1.0])],
-        [record("sg", 0.1, [1.0, 0.0])],
-        [record("sg", 9.0, [None])],
         [record("sg", 100.0, [None]), record("adam", 100.0, [None])],
-        [record("sg", 0.1, [1.0], model_options=[3])],
         [record("sg", 0.1, [1.0], model_options="wide")],
+        [record("sg", 0.1, [1.0]) | {"metrics": [ODD_ROW, *record("sg", 0.1, [1.0])["metrics"]]}],
     ],
 )
 def test_a_report_is_made_over_any_values(odd, tmp_path):
@@ -193,11 +186,6 @@ def test_styles_of_a_comparison_differ_and_known_methods_keep_theirs():
     assert len(set(chosen)) == len(chosen)
     alone = labels.styles(summary.series(sweep_of("whitening")))[0]
     assert alone == labels.styles(summary.series(sweep_of("sg", "whitening")))[1]
-
-
-def test_colours_stand_out_from_the_ground():
-    for colour in labels.COLOURS:
-        assert 1.05 / luminance(int(colour[k : k + 2], 16) for k in (1, 3, 5)) >= 4.5
 
 
 def rerun_of(runs):
@@ -253,8 +241,3 @@ def test_tables_tell_what_diverged_and_was_not_reached():
     found = comparison.compare([record("unitstep", 1e6, [3.4]), record("unitstep", 1e30, [2.307])])  # above the first
     assert tables.tuned(found).rows[0][1] == "diverged"
     assert tables.tuning(found).rows[0][0] == "–" and found.target is None
-
-
-def test_what_the_lab_writes_is_a_run():
-    made = records.make({"method": "sg", "lr": 0.1, "options": {}}, 0, [{"train_loss": math.nan, "diverged": True}])
-    assert reading.is_run(reading.clean(json.loads(json.dumps(made))))

@@ -163,11 +163,6 @@ def test_what_is_recorded_is_not_run_again_and_a_diverged_run_is_a_record(url, t
     assert [r["metrics"][-1]["diverged"] for r in records.read(tmp_path / "records.jsonl")] == [False, True]
 
 
-def test_another_sweep_in_the_same_study_shares_what_both_have(tmp_path, began):
-    run(tmp_path / "study.log", TRIALS[:2], tmp_path / "a.jsonl")
-    assert run(tmp_path / "study.log", TRIALS[1:3], tmp_path / "b.jsonl") == EVERY[1:3] and began == EVERY[:3]
-
-
 @pytest.mark.parametrize("content", [b"12:00 began\n12:01 ended", b"{}\n", b"[1]", None])
 @pytest.mark.parametrize("url", ["{}", "journal://{}", "sqlite:///{}", "nosuch://{}"])
 def test_what_is_no_study_is_refused_and_left_alone(url, content, tmp_path, monkeypatch):
