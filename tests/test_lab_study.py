@@ -97,18 +97,6 @@ def test_a_stopped_process_gives_back_what_it_had_taken(tmp_path, began):
     assert run(tmp_path / "study.log", TRIALS, tmp_path / "b.jsonl") == EVERY and len(began) == 7
 
 
-def test_a_run_of_a_living_process_is_waited_for_and_ctrl_c_ends_the_waiting(tmp_path):
-    board(tmp_path / "study.log", TRIALS).take()
-
-    def stop(line):
-        assert line == "Waiting: 1 runs of other processes."
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        study.run(str(tmp_path / "study.log"), TRIALS, ARRAYS, tmp_path / "a.jsonl", warn=stop)
-    assert rates(records.read(tmp_path / "a.jsonl")) == EVERY[1:]
-
-
 def test_a_command_shows_the_runs_of_others(tmp_path, capsys):
     other, out = board(tmp_path / "study.log", TRIALS[:3]), tmp_path / "records.jsonl"
     finished = {records.dumps(r["config"]): r for r in sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "other.jsonl")}
