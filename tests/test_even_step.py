@@ -176,8 +176,6 @@ def test_the_iteration_is_one_on_singular_values(shape):
     assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
 
 
-@pytest.mark.parametrize("scale", [1, 0])
-@pytest.mark.parametrize("layer", ["conv2d", "grouped", "transposed2d", "conv2d-biasless", "linear-sequence"])
 @pytest.mark.parametrize("rows, columns", [(9, 16), (17, 33), (33, 17)])
 def test_zeros_that_align_matrices_change_no_direction(rows, columns):
     x = randn(2, rows, columns)
@@ -186,6 +184,8 @@ def test_zeros_that_align_matrices_change_no_direction(rows, columns):
     assert_close(polar.polar(larger, 4)[:, :rows, :columns], polar.polar(x, 4))
 
 
+@pytest.mark.parametrize("scale", [1, 0])
+@pytest.mark.parametrize("layer", ["conv2d", "grouped", "transposed2d", "conv2d-biasless", "linear-sequence"])
 def test_a_step_is_lr_times_as_long_as_the_weights(layer, scale):
     """Weights that are zero move by a tenth of what rows of length 1 would. A bias is not counted."""
     case = LAYERS[layer]
