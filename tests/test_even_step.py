@@ -13,6 +13,7 @@ from cases import LAYERS
 from evenstep import EvenStep, UnitStep
 from evenstep.math import polar
 from evenstep.math.stepsize import LONG
+from evenstep.rules.orthogonal import aligned
 from helpers import UNGUARDED, Forward, assert_follows, coverage_of, descend, fit, randn
 from rules import GUARDS, SETTINGS, RuleOnV, deep_network, drifting
 
@@ -173,6 +174,14 @@ def test_the_iteration_brings_singular_values_near_one():
 def test_the_iteration_is_one_on_singular_values(shape):
     x = torch.randn(2, *shape).double()
     assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
+
+
+@pytest.mark.parametrize("rows, columns", [(9, 16), (17, 33), (33, 17)])
+def test_zeros_that_align_matrices_change_no_direction(rows, columns):
+    x = randn(2, rows, columns)
+    larger = aligned(x)
+    assert not any(size % 8 for size in larger.shape[1:])
+    assert_close(polar.polar(larger, 4)[:, :rows, :columns], polar.polar(x, 4))
 
 
 @pytest.mark.parametrize("scale", [1, 0])

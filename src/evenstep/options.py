@@ -110,9 +110,7 @@ OPTIONS = {
         NONNEGATIVE,
     ),
     "plain": Option("the rule for parameters outside layers; None: `base`, or AdamW beside Muon"),
-    "capturable": Option(
-        "`step()` never reads the device; without it `Whitened` alone does so on a GPU (one bool)", FLAG
-    ),
+    "capturable": Option("`step()` never reads the device, on a CPU either, and can be captured in a CUDA graph", FLAG),
     "process_group": Option(
         "the processes that train one network: None is the world group if there is one, False reduces nothing", GROUP
     ),
