@@ -210,7 +210,7 @@ class CoordinateOptimizer(ModelOptimizer):
             layer = block.statistics
             if layer is None or block.entry is None or not block.weight.requires_grad:
                 continue
-            readable = layer.device.type == "cpu" or (wait and layer.device.type != "meta")
+            readable = layer.tally.is_cpu or (wait and not layer.tally.is_meta)
             if readable and not layer.applied:
                 self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
                 return
