@@ -7,11 +7,11 @@ split, recomputed or compiled. It runs after the layer, whose output tells the s
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .. import foreach
 from ..coordinates.coordinates import Statistics
@@ -88,8 +88,8 @@ class LayerHook(Hook):
             if plan is None:
                 if len(self.plans) > PLANS:
                     self.plans.clear()
-                (look,) = filter(None, self.kind.look(module, args, kwargs, output, self.batch_dim))
-                plan = self.plans[key] = self.first.plan(look)
+                (call,) = filter(None, self.kind.look(module, args, kwargs, output, self.batch_dim))
+                plan = self.plans[key] = self.first.plan(call)
             self.forwards.note(self.first, empty=False)
             self.first.add_planned_call(x, plan)
             return None
@@ -143,7 +143,7 @@ class ModelStatistics:
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
             sizes = groups * inputs if needs >= Statistics.INPUTS else 0, groups * units if gradients else 0
             self.layers[entry] = LayerStatistics(*sizes, entry.weight, entry.kind.stuffed, limit, self.forwards)
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()  # removes them when it is closed
 
     def attach(self, owner: object) -> None:
         """Register the hooks; they are removed when `owner` is deleted, unless `detach` did that before."""
@@ -155,16 +155,17 @@ class ModelStatistics:
             entry = next(iter(found.values()))
             of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
             hook = LayerHook(entry, [self.layers[e] if e else None for e in of_slot])
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            self._hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         if self.model is not None and self.layers:
-            self._handles.append(self.model.register_forward_pre_hook(Hook(self.forwards.start), prepend=True))
-            self._handles.append(self.model.register_forward_hook(Hook(self.forwards.end), always_call=True))
+            start, end = Hook(self.forwards.start), Hook(self.forwards.end)
+            self._hooks.callback(self.model.register_forward_pre_hook(start, prepend=True).remove)
+            self._hooks.callback(self.model.register_forward_hook(end, always_call=True).remove)
             guard_hooks_in_dynamo()
-        weakref.finalize(owner, remove, self._handles)
+        weakref.finalize(owner, self._hooks.close)
 
     def detach(self) -> None:
         """Remove these hooks and no others."""
-        remove(self._handles)
+        self._hooks.close()
 
     def examples(self) -> Tensor:
         """The number of examples since the last step: that of the layer that had most."""
@@ -194,12 +195,6 @@ def guard_hooks_in_dynamo() -> None:
     if dynamo is not None and getattr(dynamo.config, "skip_nnmodule_hook_guards", False):
         dynamo.config.skip_nnmodule_hook_guards = False
         dynamo.reset()
-
-
-def remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks by their handles."""
-    while handles:
-        handles.pop().remove()
 
 
 def is_plain(x: Any) -> bool:
