@@ -97,18 +97,6 @@ def test_a_stopped_process_gives_back_what_it_had_taken(tmp_path, began):
     assert run(tmp_path / "study.log", TRIALS, tmp_path / "b.jsonl") == EVERY and len(began) == 7
 
 
-def test_a_run_of_a_living_process_is_waited_for_and_ctrl_c_ends_the_waiting(tmp_path):
-    board(tmp_path / "study.log", TRIALS).take()
-
-    def stop(line):
-        assert line == "Waiting: 1 runs of other processes."
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        study.run(str(tmp_path / "study.log"), TRIALS, ARRAYS, tmp_path / "a.jsonl", warn=stop)
-    assert rates(records.read(tmp_path / "a.jsonl")) == EVERY[1:]
-
-
 def test_a_command_shows_the_runs_of_others(tmp_path, capsys):
     other, out = board(tmp_path / "study.log", TRIALS[:3]), tmp_path / "records.jsonl"
     finished = {records.dumps(r["config"]): r for r in sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "other.jsonl")}
@@ -161,11 +149,6 @@ def test_what_is_recorded_is_not_run_again_and_a_diverged_run_is_a_record(url, t
     began.clear()
     assert run(url.format(tmp_path), trials, tmp_path / "records.jsonl") == began == [1e30]
     assert [r["metrics"][-1]["diverged"] for r in records.read(tmp_path / "records.jsonl")] == [False, True]
-
-
-def test_another_sweep_in_the_same_study_shares_what_both_have(tmp_path, began):
-    run(tmp_path / "study.log", TRIALS[:2], tmp_path / "a.jsonl")
-    assert run(tmp_path / "study.log", TRIALS[1:3], tmp_path / "b.jsonl") == EVERY[1:3] and began == EVERY[:3]
 
 
 @pytest.mark.parametrize("content", [b"12:00 began\n12:01 ended", b"{}\n", b"[1]", None])
