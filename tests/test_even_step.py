@@ -289,7 +289,7 @@ def test_a_weight_shared_with_an_embedding_is_the_head():
     layers["out"].weight = layers["embed"].weight
     model = Forward(lambda self, x: self.out(torch.tanh(self.hidden(self.embed(x)))), **layers)
     optimizer = EvenStep(model)
-    assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared with")
+    assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared by")
     descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
     assert uses_adam(optimizer, model.embed.weight) and not uses_adam(optimizer, model.hidden.weight)
 

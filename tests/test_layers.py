@@ -198,8 +198,8 @@ PLAIN = {  # a model whose layer `last` is whitened; what coverage() says of oth
     "shared with an embedding": (
         language_model,
         {
-            "embedding.weight": "shared with Linear 'head'",
-            "head.bias": "its weight is shared with Embedding 'embedding'",
+            "embedding.weight": "shared by Embedding 'embedding', Linear 'head'",
+            "head.bias": "its weight is shared by Embedding 'embedding', Linear 'head'",
         },
         [],
     ),

@@ -80,7 +80,7 @@ class EvenStep(WithMoments):
             known = self._statistics.forwards.last is not None or self.state or block.group["head"] != "auto"
             head = ": the head" if known else ": the head, unless another layer is called last"
             why = head if self._is_head(block.group, entry) else ": one unit or input per group"
-        elif self._left_out.get(id(p), "").startswith("shared with"):
+        elif self._left_out.get(id(p), "").startswith("shared by"):
             why = ": the head"
         return f"moved by AdamW{why}"
 
@@ -98,7 +98,7 @@ class EvenStep(WithMoments):
 
         Once there is state, it is the layer that has AdamW's: so checkpoints keep the head, whatever its name.
         """
-        if any(reason.startswith("shared with") for reason in self._left_out.values()):
+        if any(reason.startswith("shared by") for reason in self._left_out.values()):
             return None
         last = self._statistics.forwards.last
         seen = [(e, e.weight, layer) for e, layer in self._statistics.layers.items() if e.slot.input_visible]

@@ -17,7 +17,6 @@ from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
 from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
-from ..parallel import reduce as distributed
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
 from ..statistics.batch import recentre
@@ -67,7 +66,7 @@ class ModelOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
         own = {k: self.__dict__[k] for k in (*self._copied, "_whole") if k in self.__dict__}
-        return {**super().__getstate__(), **own, "process_group": distributed.lasting(self.process_group)}
+        return {**super().__getstate__(), **own, "process_group": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
