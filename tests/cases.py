@@ -116,12 +116,10 @@ TORCH_RULES = {
 LAYERS = {
     "linear": LayerCase(lambda: nn.Linear(4, 3), (4,)),
     "linear-sequence": LayerCase(lambda: nn.Linear(4, 3), (5, 4)),
-    "linear-grid": LayerCase(lambda: nn.Linear(3, 2), (2, 3, 3)),
     "conv1d": LayerCase(lambda: nn.Conv1d(3, 4, 3), (3, 7)),
     "conv2d": LayerCase(lambda: nn.Conv2d(3, 4, 2), (3, 4, 5)),
     "conv3d": LayerCase(lambda: nn.Conv3d(2, 3, 2), (2, 3, 3, 4)),
     "strided": LayerCase(lambda: nn.Conv2d(3, 2, (3, 2), stride=(2, 1)), (3, 6, 4)),
-    "dilated": LayerCase(lambda: nn.Conv2d(3, 2, (2, 3), dilation=(3, 1)), (3, 5, 5)),
     "padded-zeros": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(2, 1)), (3, 4, 4)),
     "padded-reflect": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(1, 2), padding_mode="reflect"), (3, 4, 4)),
     "padded-replicate": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(2, 1), padding_mode="replicate"), (3, 4, 4)),
@@ -135,8 +133,6 @@ LAYERS = {
     "transposed-grouped": LayerCase(
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), (4, 3, 3)
     ),
-    "transposed-dilated": LayerCase(lambda: nn.ConvTranspose2d(3, 2, 2, dilation=2), (3, 3, 3)),
-    "transposed-cropped": LayerCase(lambda: nn.ConvTranspose1d(3, 2, 3, padding=2), (3, 6)),
     "linear-biasless": LayerCase(lambda: nn.Linear(4, 3, bias=False), (4,)),
     "conv2d-biasless": LayerCase(lambda: nn.Conv2d(4, 6, 2, groups=2, bias=False), (4, 3, 3)),
     "transposed-biasless": LayerCase(lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, groups=2, bias=False), (4, 3, 3)),

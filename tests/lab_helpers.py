@@ -49,12 +49,6 @@ def without_seconds(rows):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def luminance(parts):
-    """The luminance of a colour's red, green and blue, each up to 255, as contrast counts it: 0.05 to 1.05."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in parts)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
-
-
 def call(*arguments):
     """The exit code of a command."""
     with pytest.raises(SystemExit) as caught:

@@ -13,6 +13,7 @@ from cases import LAYERS
 from evenstep import EvenStep, UnitStep
 from evenstep.math import polar
 from evenstep.math.stepsize import LONG
+from evenstep.rules.orthogonal import aligned
 from helpers import UNGUARDED, Forward, assert_follows, coverage_of, descend, fit, randn
 from rules import GUARDS, SETTINGS, RuleOnV, deep_network, drifting
 
@@ -175,6 +176,14 @@ def test_the_iteration_is_one_on_singular_values(shape):
     assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
 
 
+@pytest.mark.parametrize("rows, columns", [(9, 16), (17, 33), (33, 17)])
+def test_zeros_that_align_matrices_change_no_direction(rows, columns):
+    x = randn(2, rows, columns)
+    larger = aligned(x)
+    assert not any(size % 8 for size in larger.shape[1:])
+    assert_close(polar.polar(larger, 4)[:, :rows, :columns], polar.polar(x, 4))
+
+
 @pytest.mark.parametrize("scale", [1, 0])
 @pytest.mark.parametrize("layer", ["conv2d", "grouped", "transposed2d", "conv2d-biasless", "linear-sequence"])
 def test_a_step_is_lr_times_as_long_as_the_weights(layer, scale):
@@ -280,7 +289,7 @@ def test_a_weight_shared_with_an_embedding_is_the_head():
     layers["out"].weight = layers["embed"].weight
     model = Forward(lambda self, x: self.out(torch.tanh(self.hidden(self.embed(x)))), **layers)
     optimizer = EvenStep(model)
-    assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared with")
+    assert coverage_of(optimizer)["embed.weight"][1].startswith("moved by AdamW: the head; shared by")
     descend(optimizer, model(torch.randint(9, (8, 4))).square().mean())
     assert uses_adam(optimizer, model.embed.weight) and not uses_adam(optimizer, model.hidden.weight)
 

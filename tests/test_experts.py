@@ -127,10 +127,10 @@ def test_moments_of_experts_are_precise_far_from_zero_and_under_autocast(autocas
         assert_close(var[k], own.var(0, correction=0), rtol=1e-2, atol=0)
 
 
-def test_indices_beyond_the_experts_count_for_none():
-    """Expert parallelism and identity experts mark tokens of other experts so."""
-    x = torch.tensor([[1.0], [3.0], [100.0]])
-    assert_close(two_rows(x, torch.tensor([[0], [0], [7]]), 1), torch.tensor([[3.0], [1.0]]))
+def test_two_rows_have_the_moments_of_each_experts_tokens():
+    """Expert parallelism and identity experts mark tokens of other experts by indices beyond the last."""
+    x = torch.tensor([[1.0], [3.0], [8.0], [100.0]])
+    assert_close(two_rows(x, torch.tensor([[0], [0], [1], [7]]), 2), torch.tensor([[3.0, 8.0], [1.0, 8.0]]))
 
 
 @pytest.mark.parametrize("by_keyword", [True, False])
@@ -150,17 +150,12 @@ def on_twice_the_input(self, hidden_states, top_k_index, top_k_weights):
     return Experts.forward(self, 2 * hidden_states, top_k_index, top_k_weights)
 
 
-def on_sorted_input(self, hidden_states):
-    """Nothing tells which token goes where."""
-    return hidden_states
-
-
-on_sorted_input.__module__ = Experts.forward.__module__
-
-
-@pytest.mark.parametrize("forward", [on_twice_the_input, on_sorted_input, Experts.forward])
-def test_experts_that_compute_something_else_are_plain(forward):
-    """Nor are biases known that belong to weights laid out as in a Linear."""
-    experts = type("OddExperts", (Experts,), {"forward": forward})(bias=forward is Experts.forward)
+@pytest.mark.parametrize("odd", ["forward", "bias", "layout"])
+def test_experts_of_unknown_kinds_are_plain(odd):
+    """With a forward of their own, biases beside weights laid out as in a Linear, or no word about the layout."""
+    forward = on_twice_the_input if odd == "forward" else Experts.forward
+    experts = type("OddExperts", (Experts,), {"forward": forward})(bias=odd == "bias")
+    if odd == "layout":
+        del experts.is_transposed
     rows = coverage_of(evenstep.WhitenedSGD(nn.ModuleList([experts, nn.Linear(2, 2)])))
     assert rows["0.gate_up_proj"] == rows["0.down_proj"] == ("plain", "no whitened form for OddExperts")

@@ -128,8 +128,6 @@ def test_idx_files_are_read_and_padded(tmp_path, zipped):
 def test_image_folder_is_decoded_resized_and_labelled_by_name(tmp_path):
     root = tmp_path / "zoo"
     colours = write_images(root, size=(50, 40))
-    (root / "train" / "ape" / "Thumbs.db").write_text("not an image, and not named like one")
-    (root / "train" / "ape" / ".hidden.png").write_text("nor this")
     arrays = data.image_folder(root, size=16)
     assert arrays.name == "zoo (2 classes, 16x16)" and arrays.classes == ("ape", "bee")
     assert arrays.train_x.shape == (6, 3, 16, 16) and arrays.train_x.dtype == torch.uint8
@@ -204,19 +202,14 @@ NOT_READ, NO_ARCHIVE = "not a readable pickle", ": not a readable archive"
 NO_DICT = "should be a dict with b'data' and b'labels'"
 BAD = [  # what is loaded, how it came to be there, and the reason why it cannot be
     ("fashoin", None, r"did you mean 'fashion'\?"),
-    ("qqq", None, "known: fashion"),
     ("x" * 300, None, "File name too long"),
     ("cifar-10-batch-py", lambda path: path.with_name("cifar-10-batches-py").mkdir(), "cifar-10-batches-py'\\?"),
     ("empty", Path.mkdir, "nothing known is there; a folder should hold cifar-10-batches-py"),
     ("cifar", partial(write_cifar, data_batch_4=None), "data_batch_4: no such file"),
     ("cifar", cifar(pickle.dumps({b"data": PIXELS, b"labels": LABELS})[:-2000]), f"test_batch: {NOT_READ}"),
     ("cifar", cifar(b""), f"test_batch: {NOT_READ}"),
-    ("cifar", cifar(b"not a pickle at all"), f"test_batch: {NOT_READ}"),
     ("cifar", cifar(pickle.dumps([1, 2], protocol=2)), f"test_batch: .*{NO_DICT}"),
-    ("cifar", cifar(pickle.dumps({b"data": PIXELS}, protocol=2)), f"test_batch: .*{NO_DICT}"),
     ("cifar", cifar(pixels=PIXELS[:, :-1]), r"test_batch: .*shape \[N, 3072\]; got uint8 of shape \[4, 3071\]"),
-    ("cifar", cifar(pixels=PIXELS.astype(np.float32)), r"test_batch: .*got float32 of shape \[4, 3072\]"),
-    ("cifar", cifar(pixels=7), "test_batch: .*got int"),
     ("cifar", cifar(labels=LABELS[:-1]), "test_batch: .*a list of 4 numbers; got list of length 3"),
     *(("cifar", cifar(labels=[0, 1, 2, no]), f"test_batch: .*from 0 to 9; found {no!r}") for no in (10, -1, "3")),
     *(("cifar.tar.gz", cut(write_archive, keep), NO_ARCHIVE) for keep in (100, 30_000, -20)),
@@ -224,26 +217,19 @@ BAD = [  # what is loaded, how it came to be there, and the reason why it cannot
     ("cifar.tar.gz", partial(write_archive, test_batch=b"no"), f"cifar.tar.gz, .*-py/test_batch: {NOT_READ}"),
     ("broken.tar.gz", file(b"\x1f\x8b rubbish"), NO_ARCHIVE),
     ("other.zip", file(b"PK rubbish"), NO_ARCHIVE),
-    ("cut.tar.gz", file(GZIP[:200]), NO_ARCHIVE),
-    ("renamed", file(GZIP[:200]), NO_ARCHIVE),
     ("spoilt.gz", file(GZIP[:10] + b"\xff" * 100), NO_ARCHIVE),
     ("idx", partial(write_idx, train_images=zeros(12, 28, 28)[:-1]), "train-images.*.gz: .*9408 bytes .* 9407 do"),
-    ("idx", partial(write_idx, train_images=b""), "train-images.*.gz: not an idx file of bytes with 3 dimensions"),
     ("idx", partial(write_idx, train_images=b"\0\0\x08\x03\0\0"), "train-images.*.gz: not an idx file"),
-    ("idx", partial(write_idx, train_images=zeros(12)), "train-images.*.gz: .*3 dimensions; it begins '00000801'"),
     ("idx", partial(write_idx, train_images=zeros(12, 40, 28)), "train-images.*.gz: .*at most 32x32 .* got 12x40x28"),
     ("idx", partial(write_idx, train_images=zeros(0, 28, 28)), "train-images.*.gz: .*got 0x28x28"),
-    ("idx", partial(write_idx, train_images=zeros(12, 0, 28)), "train-images.*.gz: .*got 12x0x28"),
     ("idx", partial(write_idx, t10k_labels=zeros(4)), "t10k-labels.*.gz: .*5 labels are needed.* got 4"),
     ("idx", partial(write_idx, t10k_labels=idx_bytes(np.full(5, 10, np.uint8))), "t10k-labels.*from 0 to 9; found 10"),
     ("idx", cut(write_idx, -50, "t10k-images-idx3-ubyte.gz"), r"t10k-images-idx3-ubyte\.gz: not a readable gzip file"),
     ("idx", partial(write_idx, t10k_images=None), "t10k-images-idx3-ubyte: no such file, nor"),
-    ("idx", partial(write_idx, train_labels=None), "train-labels-idx1-ubyte: no such file"),
     ("zoo", partial(write_images, bad=JPEG.getvalue()[:1500]), r"bad\.jpg: not a readable image: .*truncated"),
-    ("zoo", partial(write_images, bad=JPEG.getvalue()[:30]), r"bad\.jpg: not a readable image: "),
     ("zoo", partial(write_images, bad=b""), r"bad\.jpg: not a readable image: .*cannot identify image file"),
-    ("zoo", partial(write_images, bad=b"plain text"), r"bad\.jpg: not a readable image: .*cannot identify image file"),
     ("zoo", partial(write_images, classes=("ape",)), "train: at least two folders of images are needed.*found 1"),
+    ("zoo", partial(write_images, splits=("train",)), "train/ with val/ or test/"),
     ("zoo", partial(write_images, count=0), "train/ape: no image in it"),
     ("zoo", lambda path: (write_images(path), (path / "val/cat").mkdir()), "val/cat: no class of that name in train"),
     ("short.txt", partial(write_text, length=50), "a text of at least 10,000 characters .* 50"),
@@ -260,12 +246,6 @@ def test_what_cannot_be_loaded_is_one_line_with_the_file_and_the_reason(name, wr
         data.load(name)
     told = str(caught.value)
     assert told.startswith(f"--data {name}: ") and told.count(f"{name}: ") == 1 and "\n" not in told
-
-
-def test_an_image_folder_needs_images_held_out(tmp_path):
-    write_images(tmp_path / "zoo", splits=("train",))
-    with pytest.raises(FileNotFoundError, match="zoo: val/ or test/ is needed"):
-        data.image_folder(tmp_path / "zoo")
 
 
 def test_subset_is_drawn_once_and_for_all():

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from data_files import write_images
-from evenstep.lab import comparison, display, drawing, plots, records, sweep, tables
+from evenstep.lab import display, drawing, plots, records
 from evenstep.lab.commands import run_demo as command
 from lab_helpers import call, finished, record, small_arrays
 
@@ -39,15 +39,6 @@ def test_demo_writes_records_table_figure_and_report(tmp_path, capsys):
         assert text in packed
 
 
-def test_demo_interrupted_at_once_says_so(tmp_path, monkeypatch, capsys):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep, "sweep", stop)
-    assert run_demo(tmp_path) == 130
-    assert "nothing to report" in capsys.readouterr().out and not (tmp_path / "report.html").exists()
-
-
 def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
     runs = {("sg", 0.1): [2.0, 1.0], ("sg", 0.3): [2.0, 0.5], ("sg", 9.0): [2.0, None], ("whitening", 0.3): [1.0, 0.2]}
     found = [record(method, lr, losses) for (method, lr), losses in runs.items()]
@@ -57,14 +48,6 @@ def test_figure_2_shows_each_method_in_its_panel_at_its_best_stepsize(tmp_path):
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["SGD, 0.3"]
     first, second = (drawing.save(plots.figure2(found), tmp_path / f"{name}.svg") for name in "ab")
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_figure_2_of_a_single_epoch_and_of_only_diverged_runs():
-    left, _ = plots.figure2([record("sg", 0.1, [2.0])]).axes
-    low, high = left.get_xlim()
-    assert [tick for tick in left.get_xticks() if low <= tick <= high] == [1], "an epoch is a whole number"
-    found = [record("sg", 9.0, [None])]
-    assert len(plots.figure2(found).axes) == 2 and tables.best(comparison.compare(found)).count("diverged") == 1
 
 
 def test_on_a_terminal_the_status_is_redrawn_below_the_lines(monkeypatch, capsys):

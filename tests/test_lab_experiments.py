@@ -53,17 +53,7 @@ def test_quick_run_gives_records_a_figure_a_table_and_a_verdict_as_a_part_of_it_
             assert all(tick == int(tick) for tick in ticks)
 
 
-@pytest.mark.parametrize("name", ["fig1", "l2", "fig3", "coupling", "shock"])
-def test_a_second_run_adds_nothing(quick, name):
-    path = quick / f"{name}.jsonl"
-    before = path.read_bytes()
-    again = EXPERIMENTS[name].run(Session(QUICK, path))
-    assert path.read_bytes() == before
-    there = [records.dumps(r) for r in finished(path)]
-    assert again and all(records.dumps(r) in there for r in again)
-
-
-@pytest.mark.parametrize("name", ["coupling", "shock"])
+@pytest.mark.parametrize("name", ["fig3", "coupling", "shock"])
 def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     path, whole = tmp_path / "records.jsonl", finished(quick / f"{name}.jsonl")
     calls = []
@@ -86,6 +76,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(quick, tmp_path, name):
     for one, other in zip(now, whole, strict=True):
         assert one["config"] == other["config"]
         assert without_seconds(one["metrics"]) == without_seconds(other["metrics"])
+    assert list(EXPERIMENTS[name].run(Session(QUICK, path))) == now == finished(path), "all is there"
 
 
 def test_records_of_other_data_are_refused(tmp_path):
@@ -153,7 +144,7 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
     assert left == list(EXPERIMENTS)[3:] and len(list(tmp_path.iterdir())) == 3
 
 
-def test_the_page_has_every_claim_and_every_figure(quick, tmp_path):
+def test_the_page_has_every_claim_and_every_figure_and_tells_what_is_missing(quick, tmp_path):
     page, *figures = reproduction.write(quick, tmp_path / "docs")
     text = page.read_text()
     assert "**Quick runs**" in text and "Not run yet" not in text
@@ -162,25 +153,17 @@ def test_the_page_has_every_claim_and_every_figure(quick, tmp_path):
         assert all(claim.text in text and claim.section in text for claim in experiment.CLAIMS)
     assert [f.stem for f in figures] == list(EXPERIMENTS)
     assert all(ElementTree.parse(f).getroot().tag.endswith("svg") for f in figures)
+    (tmp_path / "fig1.jsonl").write_bytes((quick / "fig1.jsonl").read_bytes())
+    text = reproduction.write(tmp_path, tmp_path / "docs")[0].read_text()
+    assert "Not run yet: fig2, l2, scale, fig3, coupling, shock." in text and "Quick" not in text
+    with pytest.raises(UsageError, match="no records of fig1"):
+        reproduction.write(tmp_path / "docs", tmp_path / "docs")
 
 
 def test_the_page_in_docs_is_what_the_committed_records_give():
     found, source = {name: kept(name, RESULTS) for name in EXPERIMENTS}, RESULTS.relative_to(ROOT)
     assert reproduction.page(found, source, Path("docs")) == (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
     assert not any("EvenStep" in json.dumps(r["config"]) for records in found.values() for r in records)
-
-
-def test_the_page_is_the_same_for_the_same_records_and_tells_what_is_missing(quick, tmp_path):
-    source = tmp_path / "records"
-    source.mkdir()
-    (source / "fig1.jsonl").write_bytes((quick / "fig1.jsonl").read_bytes())
-    files = reproduction.write(source, tmp_path / "docs")
-    before = [f.read_bytes() for f in files]
-    assert before == [f.read_bytes() for f in reproduction.write(source, tmp_path / "docs")]
-    text = files[0].read_text()
-    assert "Not run yet: fig2, l2, scale, fig3, coupling, shock." in text and "Quick" not in text
-    with pytest.raises(UsageError, match="no records of fig1"):
-        reproduction.write(tmp_path / "docs", tmp_path / "docs")
 
 
 def test_gradient_and_newton_direction_of_the_benign_function():
@@ -396,19 +379,13 @@ VERDICTS = [  # decided by all seeds
     (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.1,), "GUARDED": (0.01,)}), True, "20% of its loss"),
     (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.4,), "GUARDED": (0.01,)}), None, "but not far"),
     (fig2.right, ends(fig2, {"BATCH_NORM": (0.5,), "WHITENING": (0.6,), "GUARDED": (0.01,)}), False, "120%"),
-    (
-        fig2.right,
-        ends(fig2, {"BATCH_NORM": (3.0,), "WHITENING": (2.9,)}),
-        None,
-        "norm 1 of 1 seeds failed at 0.1. Ours",
-    ),
+    (fig2.right, ends(fig2, {"BATCH_NORM": (3.0,), "WHITENING": (2.9,)}), None, "norm 1 of 1 seeds failed at 0.1."),
     (fig2.slightly, ends(fig2, {"BATCH_NORM": (0.2,), "SG": (0.5,)}), None, "more than slightly"),
     # it must fail soon to fail with little warning
     (fig2.canonical, canonical((1e-4, 0.3), (2e-4, None)), True, "It fails from 0.0002 on, 2 times its best"),
     (fig2.canonical, canonical((1e-4, 0.3), (2e-4, 0.5)), None, "It failed at no stepsize tried."),
     (fig2.canonical, canonical((1e-4, 0.3), (1e-2, None)), False, "100 times its best"),
     (fig2.canonical, canonical((1e-4, None), (2e-4, None)), False, "It failed at every stepsize tried."),
-    (fig2.canonical, canonical((1e-4, None), sg=None), None, "Not run."),
     (coupling.disrupted, OWN_MEANS, True, "batch 64: 1.000 (1 of 2 seeds failed) with its own, 0.550 ± 0.071 with"),
     (scale.few, scaling({"SG": [2.0], "BATCH_NORM": [1.5], "WHITENING": [1.0]}, {"SG": [3.0]}), True, ""),
     (scale.few, scaling({"SG": [2.0], "BATCH_NORM": [0.5], "WHITENING": [1.0]}, {"SG": [3.0]}), False, ""),

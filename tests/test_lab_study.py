@@ -4,9 +4,8 @@ import signal
 import time
 
 import pytest
-import torch
 
-from evenstep.lab import records, running, study, sweep, trial
+from evenstep.lab import records, study, sweep, trial
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from lab_helpers import small_arrays, start
@@ -109,23 +108,6 @@ def test_a_run_of_a_living_process_is_waited_for_and_ctrl_c_ends_the_waiting(tmp
     assert rates(records.read(tmp_path / "a.jsonl")) == EVERY[1:]
 
 
-def test_a_command_shows_the_runs_of_others(tmp_path, capsys):
-    other, out = board(tmp_path / "study.log", TRIALS[:3]), tmp_path / "records.jsonl"
-    finished = {records.dumps(r["config"]): r for r in sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "other.jsonl")}
-
-    def runner(*arguments, warn, **settings):
-        def waiting(line):
-            warn(line)
-            other.finish(*next(iter(finished.items())))
-
-        return study.run(str(tmp_path / "study.log"), *arguments, warn=waiting, **settings)
-
-    assert other.take() in finished
-    assert not running.run_trials(TRIALS[:3], ARRAYS, out, torch.device("cpu"), runner)
-    shown = capsys.readouterr().out
-    assert "Waiting: 1 runs of other processes" in shown and "3/3" in shown and rates(records.read(out)) == EVERY[:3]
-
-
 def test_the_first_to_ask_for_a_dead_run_gets_it(tmp_path):
     """The other asks between the first one's look at the study and its claim."""
     mine, other = (board(tmp_path / "study.log", TRIALS[:1], stale=0.5) for _ in range(2))
@@ -161,11 +143,6 @@ def test_what_is_recorded_is_not_run_again_and_a_diverged_run_is_a_record(url, t
     began.clear()
     assert run(url.format(tmp_path), trials, tmp_path / "records.jsonl") == began == [1e30]
     assert [r["metrics"][-1]["diverged"] for r in records.read(tmp_path / "records.jsonl")] == [False, True]
-
-
-def test_another_sweep_in_the_same_study_shares_what_both_have(tmp_path, began):
-    run(tmp_path / "study.log", TRIALS[:2], tmp_path / "a.jsonl")
-    assert run(tmp_path / "study.log", TRIALS[1:3], tmp_path / "b.jsonl") == EVERY[1:3] and began == EVERY[:3]
 
 
 @pytest.mark.parametrize("content", [b"12:00 began\n12:01 ended", b"{}\n", b"[1]", None])

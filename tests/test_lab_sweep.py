@@ -110,13 +110,6 @@ def test_a_line_cut_short_is_mended_reported_and_kept(tmp_path, ran):
     assert records.mend(out) is None and records.mend(tmp_path / "none.jsonl") is None
 
 
-def test_a_configuration_is_recorded_once(tmp_path):
-    out = tmp_path / "records.jsonl"
-    first = records.append(out, {"config": {"lr": 1.0, "of": [1]}, "run": 1}, once=True)
-    assert records.append(out, {"config": {"of": [1], "lr": 1.0}, "run": 2}, once=True) == first
-    assert records.read(out) == [first]
-
-
 def write_many(out, name):
     for k in range(30):
         records.append(out, {"config": {"who": name, "k": k}, "text": name * 50_000})

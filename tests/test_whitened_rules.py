@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.prune import l1_unstructured, remove
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,10 +25,14 @@ ON_PARAMETERS = "cannot run in whitened coordinates: its step depends on the par
 @pytest.mark.parametrize(
     ("base", "keywords", "message"),
     [
-        (torch.optim.LBFGS, {}, "Whitened: LBFGS cannot run in whitened coordinates: it evaluates the loss several"),
-        (torch.optim.SparseAdam, {}, "Whitened: SparseAdam cannot run in whitened coordinates: it takes sparse grad"),
-        (torch.optim.ASGD, {}, "Whitened: ASGD cannot run in whitened coordinates: it averages and decays the param"),
-        (torch.optim.Adafactor, {}, "Whitened: Adafactor cannot run in whitened coordinates: its relative step"),
+        (torch.optim.LBFGS, {}, "Whitened: LBFGS cannot run in whitened coordinates: LBFGS.step.. missing 1 .*closure"),
+        (
+            torch.optim.SparseAdam,
+            {},
+            "Whitened: SparseAdam cannot run in whitened coordinates: SparseAdam does not",
+        ),
+        (torch.optim.ASGD, {}, f"Whitened: ASGD {ON_PARAMETERS}"),
+        (torch.optim.Adafactor, {}, f"Whitened: Adafactor {ON_PARAMETERS}"),
         (partial(torch.optim.LBFGS, lr=0.1), {}, "Whitened: LBFGS cannot run in whitened coordinates"),
         (torch.optim.AdamW, {"plain": torch.optim.LBFGS}, "Whitened: LBFGS cannot run in whitened coordinates"),
         (nn.Linear, {}, f"{NO_CLASS}<class"),
@@ -122,20 +125,6 @@ def test_a_rule_goes_on_where_parts_of_a_layer_come_and_go(base, keywords, name)
         small_step(optimizer, model, 2)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert is_finite(model)
-
-
-def test_a_joint_matrix_keeps_the_memory_of_its_weight_when_a_bias_leaves_or_joins():
-    model = small_network()
-    optimizer = Whitened(model, torch.optim.Muon)
-    small_step(optimizer, model, 2)
-    kept = optimizer.state[model[0].weight]["momentum_buffer"][:, :6].clone()
-    for bias_trains, columns in ((False, 6), (True, 7)):
-        model[0].bias.requires_grad_(bias_trains)
-        descend(optimizer, model(torch.zeros(4, 6, dtype=torch.float64)).mul(0).sum())
-        kept = 0.95 * kept
-        buffer = optimizer.state[model[0].weight]["momentum_buffer"]
-        assert buffer.shape == (8, columns)
-        assert_close(buffer[:, :6], kept)
 
 
 def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():

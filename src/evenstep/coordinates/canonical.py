@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ..math.change_of_variables import Scales
-from ..math.constants import canonical_beta2, canonical_mg2
+from ..math.constants import canonical_mg2, damped, inverse_root
 from ..math.moments import fold_mean
 from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .whitening import Whitening
 
 
 class Canonical(Whitening):
-    """Whitened inputs, and units scaled by their gradients: β_j² = 1/(S·E[g_j²])."""
+    """Whitened inputs, and units scaled by their gradients: β_j² = 1/(S·E[g_j²]), damped like the variance (App. B)."""
 
     name = "canonical"
     needs = Statistics.GRADIENTS
@@ -26,7 +26,7 @@ class Canonical(Whitening):
         scales, widen = super().at(state, batch, layers), layers.outputs.widen
         started = state["mass"] > 0
         mg2 = torch.where(widen(started), state["mg2"], batch_mg2(batch, layers))
-        beta = canonical_beta2(mg2, layers.group["damping"], layers.outputs).sqrt()
+        beta = inverse_root(damped(mg2, layers.group["damping"], layers.outputs))
         geometry = torch.ones_like(started, dtype=beta.dtype) if scales.beta is None else scales.beta
         known = widen(started | (batch.applied > 0))
         return scales._replace(beta=torch.where(known, beta, widen(geometry)))

@@ -17,48 +17,22 @@ def damped(vx: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
 
     Departs from the paper, which names no range: relative to the layer, so that it does not depend on the scale of
     the activations.
-
-    >>> damped(torch.tensor([[1.0, 3.0]]), 0.5)
-    tensor([[2., 4.]])
     """
     return vx + damping * over.mean(vx)
 
 
-def inverse(x: Tensor) -> Tensor:
-    """1/x where x > tiny, else 0: an input that never varies, or a unit without gradient, takes no step.
-
-    >>> inverse(torch.tensor([2.0, 0.0]))
-    tensor([0.5000, 0.0000])
-    """
-    tiny = torch.finfo(x.dtype).tiny
-    safe = x.clamp(min=tiny)
-    return torch.where(x > tiny, 1 / safe, torch.zeros_like(x))
-
-
 def inverse_root(x: Tensor) -> Tensor:
-    """The root of `inverse`: 1/√x where x > tiny, else 0.
-
-    >>> inverse_root(torch.tensor([4.0, 0.0]))
-    tensor([0.5000, 0.0000])
-    """
+    """1/√x where x > tiny, else 0: an input that never varies, or a unit without gradient, takes no step."""
     return torch.rsqrt(torch.threshold(x, torch.finfo(x.dtype).tiny, torch.inf))
 
 
 def geometry_beta2(fan_in: int | Tensor, sharing: Tensor) -> Tensor:
-    """β² = 1/√(n·S), n the fan-in with the kernel's area, S how often a weight is shared per example (§3.5, eq. 12).
-
-    >>> geometry_beta2(25, torch.tensor(4.0))
-    tensor(0.1000)
-    """
+    """β² = 1/√(n·S), n the fan-in with the kernel's area, S how often a weight is shared per example (§3.5, eq. 12)."""
     return (fan_in * sharing).rsqrt()
 
 
 def sharing(applied: Tensor, examples: Tensor, last: Tensor, declared: float | None = None) -> Tensor:
-    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared.
-
-    >>> sharing(torch.tensor([8.0, 0.0]), torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]))
-    tensor([4., 3.])
-    """
+    """S of this step: uses of the weight per example; the last one's where nothing was seen; or as declared."""
     if declared is not None:
         return torch.full_like(last, declared)
     return torch.where(applied > 0, applied / examples.clamp(min=1), last)
@@ -73,10 +47,6 @@ def plain_size(
     the layer's output as far as in plain coordinates, fluctuations about the mean counted. The constant input, whose
     weight is the bias, is as large as a typical input: √(1 + mean μ_i²). Without a bias the inputs' means count as
     inputs. Both are 1 where no input varies.
-
-    >>> mu, spread = torch.tensor([3.0, 1.0]), torch.tensor([4.0, 4.0])
-    >>> plain_size(mu, spread.rsqrt(), spread, 0.0, biased=True)
-    (tensor(2.), tensor(1.2247))
     """
     mean = over.mean(spread) * (1 / (1 + damping))
     v, one = spread - damping * mean, torch.ones_like(spread)
@@ -90,24 +60,10 @@ def plain_size(
     return beta, constant
 
 
-def canonical_beta2(mg2: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
-    """β_j² = 1/(S·E[g_j²]), damped like the variance: with μ_i = mx_i and α_i² = 1/vx_i, eq. 5 and App. B.
-
-    `mg2` is S·E[g_j²] as [group, unit], what `canonical_mg2` gives.
-
-    >>> canonical_beta2(torch.tensor([[0.5]]), 0.0)
-    tensor([[2.]])
-    """
-    return inverse(damped(mg2, damping, over))
-
-
 def canonical_mg2(sum_g2: Tensor, examples: Tensor, reduction: str) -> Tensor:
     """S·E[g_j²] from Σ ĝ_j² over batch and positions, ĝ what autograd gives at the layer's output.
 
     With a mean loss ĝ = g/B, so it is B·Σĝ²; with a summed loss ĝ = g and it is Σĝ²/B. B counts examples, not rows.
-
-    >>> canonical_mg2(torch.tensor([3.0]), torch.tensor(4.0), "mean")
-    tensor([12.])
     """
     examples = examples.clamp(min=1)
     return sum_g2 * examples if reduction == "mean" else sum_g2 / examples

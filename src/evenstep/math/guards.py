@@ -24,9 +24,6 @@ def fresh_max(vx: Tensor, q: Tensor, tau: float | Tensor) -> tuple[Tensor, Tenso
 
     `q` is this batch's second moment about the *running* mean. With α_i² = 1/m_i no whitened input exceeds a mean
     square of τ on this batch.
-
-    >>> fresh_max(torch.tensor([1.0, 1.0]), torch.tensor([3.0, 8.0]), tau=4.0)
-    (tensor([1., 2.]), tensor([False,  True]))
     """
     raised = q / tau
     return torch.maximum(vx, raised), raised > vx
@@ -38,9 +35,6 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
     The inputs of a layer drift as the layers before it train. For an input that hardly varies, the first batches do not
     show how far. The floor fades as `mass`, that of the running moments, goes to 1: 1 − decayᵗ after t batches. It does
     not depend on whether an input is raw data, which is unknown in compiled code.
-
-    >>> unproven(torch.tensor([1.0, 10.0]), torch.tensor([0.0, 0.75]))
-    tensor([0.0400, 1.0000])
     """
     return (1 - mass) * (DRIFT * DRIFT) * mx * mx
 
@@ -81,11 +75,6 @@ def trust_factor(
     c_j is the setting `trust`. With the layer's typical squared relative step it is at most CROWD times the root of
     that, but at least LEAST times `trust`: a rule that normalizes takes the same absolute step on a unit that has
     shrunk, which would then grow by the whole radius in every step.
-
-    >>> trust_factor(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.01]), {"trust": 0.1})
-    (tensor([0.2000, 1.0000]), tensor([ True, False]))
-    >>> trust_factor(torch.ones(2), torch.tensor([1e-4, 36e-4]), {"trust": 0.1}, typical2=torch.tensor(1e-4))
-    (tensor([1.0000, 0.5000]), tensor([False,  True]))
     """
     most2 = settings["trust"] ** 2
     bound2 = most2 * unit2
@@ -101,9 +90,6 @@ def typical(relative2: Tensor, over: Whole = WHOLE) -> Tensor:
     """The geometric mean of squared relative steps over the units that move; NaN if none does.
 
     Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.
-
-    >>> typical(torch.tensor([1.0, 4.0, 0.0]))
-    tensor(2.)
     """
     moves = relative2 > 0
     logs, count = over.totals(torch.where(moves, relative2.log(), 0.0), moves.to(relative2.dtype))

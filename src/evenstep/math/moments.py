@@ -41,11 +41,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Σ(x − c) and Σ(x − c)² over every dimension of `x` but `dim`, in the dtype of `centre`.
-
-    >>> sum_about(torch.tensor([[1.0, 4.0], [3.0, 6.0]]), torch.tensor([1.0, 5.0]), dim=1)
-    (tensor([2., 0.]), tensor([4., 2.]))
-    """
+    """Σ(x − c) and Σ(x − c)² over every dimension of `x` but `dim`, in the dtype of `centre`."""
     dim, rank = dim % x.dim(), x.dim()
     others = [d for d in range(rank) if d != dim]
     deviation = x.to(centre.dtype) - (centre if dim == rank - 1 else centre.view(-1, *[1] * (rank - 1 - dim)))
@@ -58,11 +54,6 @@ def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
     """A lattice of at most `limit` rows of `x`, inputs along `dim`: a view that spreads over examples and positions.
 
     Positions are thinned out first, so that as many examples as possible are looked at.
-
-    >>> thinned(torch.zeros(8, 3, 32, 32), 1, 512).shape
-    torch.Size([8, 3, 8, 8])
-    >>> thinned(torch.zeros(100, 7), 1, 30).shape
-    torch.Size([25, 7])
     """
     dim, rows = dim % x.dim(), x.numel() // max(1, x.shape[dim])
     if limit is None or rows <= limit:
@@ -91,14 +82,7 @@ class Lattice(NamedTuple):
 
 
 def lattice(x: Tensor, dim: int, limit: int | None) -> Lattice:
-    """The lattice of tensors like `x`.
-
-    >>> x = torch.arange(12.0).view(6, 2)
-    >>> lattice(x, 1, 3).of(x)
-    tensor([[ 2.,  3.],
-            [ 6.,  7.],
-            [10., 11.]])
-    """
+    """The lattice of tensors like `x`."""
     found = thinned(x, dim, limit)
     rows, offset = found.numel() // max(1, found.shape[dim]), int(found.storage_offset() - x.storage_offset())
     return Lattice(tuple(found.shape), found.stride(), offset, rows, found is x)
@@ -115,11 +99,7 @@ def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
 
 
 def recentre(sums: Sums, shift: Tensor) -> Sums:
-    """The same batch summed about `centre + shift`: Σ(x−c−s) and Σ(x−c−s)².
-
-    >>> recentre(Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0])), torch.tensor([1.0]))
-    Sums(rows=tensor(2.), first=tensor([0.]), second=tensor([2.]))
-    """
+    """The same batch summed about `centre + shift`: Σ(x−c−s) and Σ(x−c−s)²."""
     rows, first, second = sums
     return Sums(rows, first - rows * shift, second - 2 * shift * first + rows * shift * shift)
 
@@ -136,33 +116,20 @@ def usable(sums: Sums, over: Whole = WHOLE) -> Tensor:
 
 
 def batch_moments(sums: Sums, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the batch itself: ⟨x⟩ and ⟨(x − ⟨x⟩)²⟩; 0 where the batch is empty.
-
-    >>> batch_moments(Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0])), torch.tensor([1.0]))
-    (tensor([2.]), tensor([1.]))
-    """
+    """Mean and variance of the batch itself: ⟨x⟩ and ⟨(x − ⟨x⟩)²⟩; 0 where the batch is empty."""
     rows = sums.rows.clamp(min=1)
     offset = sums.first / rows
     return centre + offset, torch.addcmul(sums.second / rows, offset, offset, value=-1).clamp(min=0)
 
 
 def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
-    """⟨(x − mx)²⟩ of the batch: its second moment about a mean that is not its own.
-
-    >>> sums = Sums(torch.tensor(2.0), torch.tensor([2.0]), torch.tensor([4.0]))
-    >>> second_moment_about(sums, torch.tensor([1.0]), torch.tensor([0.0]))
-    tensor([5.])
-    """
+    """⟨(x − mx)²⟩ of the batch: its second moment about a mean that is not its own."""
     moved = recentre(sums, mx - centre)
     return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
 
 
 def gain(mass: Number, decay: Number | float) -> tuple[Number, Number]:
-    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
-
-    >>> gain(torch.tensor(0.0), 0.75)
-    (tensor(1.), tensor(0.2500))
-    """
+    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m."""
     mass = decay * mass + (1 - decay)
     return (1 - decay) / mass, mass
 
@@ -174,10 +141,6 @@ def fold(running: Running, mean: Tensor, var: Tensor, decay: float | Tensor) -> 
     In exact arithmetic this is mx2 − mx² of the paper's two averages; in float32 that difference cancels.
 
     Departs from the paper: the average is bias-corrected, so the first batch's moments are the first running ones.
-
-    >>> fold(Running(torch.tensor([9.0]), torch.tensor([9.0]), torch.tensor(0.0)), torch.tensor([2.0]), \
-torch.tensor([1.0]), 0.5)
-    Running(mx=tensor([2.]), vx=tensor([1.]), mass=tensor(0.5000))
     """
     k, mass = gain(running.mass, decay)
     d = mean - running.mx
@@ -186,10 +149,6 @@ torch.tensor([1.0]), 0.5)
 
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:
-    """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it.
-
-    >>> fold_mean(torch.tensor(4.0), torch.tensor(2.0), torch.tensor(0.5), 0.5)
-    tensor(2.6667)
-    """
+    """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it."""
     k, _ = gain(mass, decay)
     return average + k * (value - average)

@@ -41,10 +41,6 @@ def normalize_lines(x: Tensor, square: Tensor) -> Tensor:
 
     A line whose square is below `LEAST` of the mean gets a shorter step: it may be rounding alone, as the gradient of a
     bias in front of a batch norm is.
-
-    >>> normalize_lines(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[1.0, 9.0]]))
-    tensor([[[1.],
-             [1.]]])
     """
     least = (LEAST * square.mean(-1, keepdim=True)).clamp(min=torch.finfo(x.dtype).tiny)
     scale = torch.maximum(square, least).rsqrt()

@@ -12,11 +12,7 @@ from .segments import WHOLE, Whole
 
 
 def natural_step(natural_grad: Tensor, gamma: float) -> Tensor:
-    """Eq. 8, natural gradient with a stepsize: −γ G⁻¹⟨∇E⟩, given `natural_grad` = G⁻¹⟨∇E⟩.
-
-    >>> natural_step(torch.tensor([2.0]), 0.5)
-    tensor([-1.])
-    """
+    """Eq. 8, natural gradient with a stepsize: −γ G⁻¹⟨∇E⟩, given `natural_grad` = G⁻¹⟨∇E⟩."""
     return -gamma * natural_grad
 
 
@@ -25,9 +21,6 @@ def trust_step(grad: Tensor, natural_grad: Tensor, eta: float, dim: int | None =
 
     The step δ has δᵀGδ = η². Along `dim` each block has its own denominator, so blocks do not feel each other; every
     index outside `dim` is a block.
-
-    >>> trust_step(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]), 0.5)
-    tensor([-0.3000, -0.4000])
     """
     product = grad * natural_grad
     square = product.sum() if dim is None else product.sum(dim, keepdim=True)
@@ -39,9 +32,6 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
 
     `square` is the block's squared length: this batch's own (eqs. 9, 10) or an expectation of it (eq. 11), and
     `eps` the paper's μ.
-
-    >>> normalized(torch.tensor([3.0, 0.0]), torch.tensor([9.0, 0.0]))
-    tensor([1., 0.])
     """
     return grad * inverse_root(square + eps)
 
@@ -51,9 +41,6 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
 
     Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. Without it a tenth
     of a layer's units took whole steps along noise, and died.
-
-    >>> unit_level(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), 0.5)
-    tensor([3., 4.])
     """
     return torch.maximum(average, square) + damping * over.mean(average)
 
@@ -66,8 +53,5 @@ def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
 
     In whitened coordinates the length of units is about 1, up to LONG. Rows of an embedding, a norm's gains and units
     with unnormalized inputs may be far longer: steps of lr alone would never shorten them.
-
-    >>> own_length(torch.tensor([0.25, 16.0]), usual=2.0)
-    tensor([1., 2.])
     """
     return (square.sqrt() / usual).clamp(min=1)

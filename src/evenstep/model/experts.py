@@ -4,7 +4,6 @@
 Each token goes through the experts that its row of indices names. An expert is a group with moments of its own.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from .layer_kind import Args, Kwargs, LayerKind, Looks, Slot
-
-INDICES = {"top_k_index", "router_indices"}  # what Transformers calls the experts chosen for each token
 
 
 class ExpertsKind(LayerKind):
@@ -32,7 +29,7 @@ class ExpertsKind(LayerKind):
 
     def matrix(self, module: nn.Module, weight: Tensor) -> Tensor:
         """[expert, unit, input], or [expert, input, unit] where transposed → [group, unit, input, 1]."""
-        return (weight.mT if transposed(module) else weight).unsqueeze(-1)
+        return (weight.mT if module.is_transposed else weight).unsqueeze(-1)
 
     def look(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any, batch_dim: int) -> Looks:
         """Counts as a Linear's on the same tokens (S is that of the layers around), and each expert's moments."""
@@ -49,11 +46,6 @@ def two_rows(x: Tensor, indices: Tensor, experts: int) -> Tensor:
 
     An expert without tokens gets the moments of all tokens. Statistics have one row count for all inputs of a layer,
     so every expert must have the same number of rows.
-
-    >>> x = torch.tensor([[1.0], [3.0], [8.0]])
-    >>> two_rows(x, torch.tensor([[0], [0], [1]]), 2)
-    tensor([[3., 8.],
-            [1., 8.]])
     """
     x = x.reshape(-1, x.shape[-1])
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -71,32 +63,22 @@ def two_rows(x: Tensor, indices: Tensor, experts: int) -> Tensor:
 def experts_of(module: nn.Module) -> LayerKind | None:
     """The kind of a module whose forward Transformers defines for stacked experts; None for any other module.
 
-    A wrapped forward still has the module and the signature of the one it wraps; a subclass's own forward has not.
+    Since version 5 they say whether they are transposed. A wrapped forward still has the module of the one it wraps; a
+    subclass's own forward has not.
     """
     forward, first = type(module).forward, first_projection(module)
-    if not getattr(forward, "__module__", "").startswith("transformers.models."):
+    if not (getattr(forward, "__module__", "").startswith("transformers.models.") and hasattr(module, "is_transposed")):
         return None
     stacked = [module._parameters.get(name) for name in (first, "down_proj")]
-    if any(w is None or w.dim() != 3 for w in stacked) or not inspect.signature(forward).parameters.keys() & INDICES:
+    if any(w is None or w.dim() != 3 for w in stacked):
         return None
     # the fused step takes biases that are vectors; stacks with biases are transposed, so that it never gets them
-    return EXPERTS if transposed(module) or module._parameters.get(f"{first}_bias") is None else None
+    return EXPERTS if module.is_transposed or module._parameters.get(f"{first}_bias") is None else None
 
 
 def first_projection(module: nn.Module) -> str:
     """The name of the projection that experts apply to their input."""
     return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj"
-
-
-def transposed(module: nn.Module) -> bool:
-    """Whether weights are [expert, input, unit].
-
-    Older versions do not say so; there, the first projection's dimension 1 is the size that `down_proj` ends in.
-    """
-    if hasattr(module, "is_transposed"):
-        return bool(module.is_transposed)
-    first, down = module.get_parameter(first_projection(module)), module.get_parameter("down_proj")
-    return first_projection(module) == "gate_up_proj" and first.shape[1] == down.shape[2]
 
 
 EXPERTS = ExpertsKind()

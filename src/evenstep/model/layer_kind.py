@@ -86,12 +86,3 @@ def first_input(args: Args, kwargs: Kwargs) -> Tensor:
 def rows_of(x: Tensor) -> Tensor:
     """The rows of a nested tensor, concatenated; any other tensor unchanged."""
     return x.values().reshape(-1, x.size(-1)) if x.is_nested else x
-
-
-def all_but(x: Tensor, dim: int) -> int:
-    """The number of elements of `x` per index along `dim`.
-
-    >>> all_but(torch.zeros(2, 3, 5), 1)
-    10
-    """
-    return x.shape[:dim].numel() * x.shape[dim + 1 :].numel()

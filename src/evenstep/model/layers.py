@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .experts import experts_of
-from .layer_kind import Args, Kwargs, LayerKind, Look, Looks, Slot, all_but, first_input
+from .layer_kind import Args, Kwargs, LayerKind, Look, Looks, Slot, first_input
 
 
 class TransposedKind(LayerKind):
@@ -41,9 +41,10 @@ class ConvKind(LayerKind):
         """Counts over output positions, or over input positions, with zeros up to the number of output positions."""
         x = first_input(args, kwargs)
         channels = x.dim() - self.rank - 1
-        applied = all_but(x if self.stuffed else output, channels)
-        zeros = max(0, all_but(output, channels) - applied)
-        return [Look(x, channels, x.shape[0] if channels else 1, applied, zeros)]
+        examples = x.shape[0] if channels else 1
+        before, after = (examples * t.shape[channels + 1 :].numel() for t in (x, output))
+        applied = before if self.stuffed else after
+        return [Look(x, channels, examples, applied, zeros=max(0, after - applied))]
 
 
 class ConvTransposeKind(ConvKind):
@@ -107,14 +108,10 @@ def register_layer(layer: type[nn.Module] | str, kind: LayerKind | type[nn.Modul
     """
     if not isinstance(layer, str) and not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise ValueError(f"register_layer: layer must be a class of nn.Module or its dotted name; got {layer!r}.")
-    if isinstance(kind, type) and issubclass(kind, nn.Module):
-        known = of_class(kind)
-        if known is None:
-            raise ValueError(f"register_layer: {kind.__name__} is no known kind of layer; give a LayerKind instead.")
-        kind = known
-    if not isinstance(kind, LayerKind):
+    found = of_class(kind) if isinstance(kind, type) else kind
+    if not isinstance(found, LayerKind):
         raise ValueError(f"register_layer: kind must be a LayerKind or a class of layers it knows; got {kind!r}.")
-    KINDS[layer] = kind
+    KINDS[layer] = found
 
 
 def of_class(cls: type[nn.Module]) -> LayerKind | None:
@@ -143,8 +140,3 @@ def check_layout(path: str, module: nn.Module, kind: LayerKind, weight: Tensor) 
             f"layer '{path}' ({type(module).__name__}): {type(kind).__name__}.matrix must give [group, unit, input, "
             f"kernel], and unmatrix undo it; got {list(matrix.shape)} for a weight of shape {list(weight.shape)}."
         )
-
-
-def batch_second(module: nn.Module) -> bool:
-    """Whether `module` takes sequences as [time, batch, feature]."""
-    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..parallel import dtensor
 from .layer_kind import LayerKind, Slot
-from .layers import batch_second, check_layout, kind_of
+from .layers import check_layout, kind_of
 
 
 @dataclass(eq=False)
@@ -70,9 +70,18 @@ class Entry:
 
     @property
     def unfit(self) -> str | None:
-        """Why the way in which ranks share the parameters rules out coordinates for the layer; None if it does not."""
-        units = self.shape[:2].numel() if self.in_order else 0
-        return dtensor.why_unfit(self.weight, units, self.biases)
+        """Why a sharded layer cannot move in its coordinates; None if it can, or is not sharded."""
+        weight = self.weight
+        params = [weight, *(b for b in self.biases if b is not None)]
+        if not any(dtensor.sharded(p) for p in params):
+            return None
+        if dtensor.groups_along(weight, rows=False):
+            return "its weight is sharded along its inputs"
+        if not self.in_order or self.shape[:2].numel() != weight.shape[0]:
+            return "its weight is sharded along dim 0, which is not its units"
+        if len({getattr(p, "placements", None) for p in params}) > 1:
+            return "its bias is not sharded as its weight is"
+        return None
 
 
 def home(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
@@ -98,21 +107,22 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     reasons: dict[int, str] = {}
     found = list(layers_of(model))
     layouts = {entry.name: (entry.kind, entry.shape) for entry in found}
-    users: dict[int, Users] = {}
+    users: dict[int, dict[str, str]] = {}  # the modules that have a parameter, by its name there
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            users.setdefault(id(p), {})[join(path, name)] = path, module
+            users.setdefault(id(p), {})[join(path, name)] = f"{type(module).__name__} '{path}'"
     for entry in found:
-        weight, bias, path, module = entry.weight, entry.biases[0], entry.path, entry.module
+        weight, bias, path = entry.weight, entry.biases[0], entry.path
         unwanted = None if bias is None or entry.slot.bias is None else wanted(join(path, entry.slot.bias), bias)
-        excluded, sharing = wanted(entry.name, weight), users[id(weight)]
-        if excluded or any(layouts.get(name) != layouts[entry.name] for name in sharing):
-            first = next(iter(sharing.values()))[1]  # under whose name coverage() lists it
-            reasons[id(weight)] = excluded or shared_with(sharing, first)
+        why, sharing = wanted(entry.name, weight), users[id(weight)]
+        if not why and any(layouts.get(name) != layouts[entry.name] for name in sharing):
+            why = "shared by " + ", ".join(dict.fromkeys(sharing.values()))
+        if why:
+            reasons[id(weight)] = why
             if bias is not None:
-                reasons[id(bias)] = unwanted or f"its weight is {excluded or shared_with(sharing, module)}"
+                reasons[id(bias)] = unwanted or f"its weight is {why}"
             continue
-        check_layout(path, module, entry.kind, weight)
+        check_layout(path, entry.module, entry.kind, weight)
         if (tied := entries.setdefault(id(weight), entry)) is not entry:
             tied.places += entry.places
         if unwanted:
@@ -121,18 +131,10 @@ def survey(model: nn.Module, wanted: Callable[[str, Tensor], str | None]) -> tup
     return list(entries.values()), reasons
 
 
-Users = dict[str, tuple[str, nn.Module]]  # the paths and modules that have a parameter, by its name there
-
-
-def shared_with(users: Users, owner: nn.Module) -> str:
-    """The users of a parameter but `owner`."""
-    others = [f"{type(module).__name__} '{path}'" for path, module in users.values() if module is not owner]
-    return "shared with " + (", ".join(others) or "another parameter of its module")
-
-
 def layers_of(model: nn.Module) -> Iterator[Entry]:
     """An entry for each place of each weight; modules inside a layer, such as an attention's out_proj, belong to it."""
-    batch_dim = int(any(batch_second(module) for module in model.modules()))
+    sequential = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
+    batch_dim = int(not all(module.batch_first for module in sequential))
     inner: set[nn.Module] = set()
     for path, module in model.named_modules():
         kind = kind_of(module)
@@ -146,9 +148,5 @@ def layers_of(model: nn.Module) -> Iterator[Entry]:
 
 
 def join(path: str, name: str) -> str:
-    """Dotted name below a module's path.
-
-    >>> join("", "weight"), join("conv", "weight")
-    ('weight', 'conv.weight')
-    """
+    """Dotted name below a module's path, which is empty for the model itself."""
     return f"{path}.{name}" if path else name

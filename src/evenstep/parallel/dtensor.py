@@ -74,11 +74,6 @@ def segments(sizes: Sequence[int], like: Tensor, has_rows: bool) -> Segments:
     return ShardedSegments(sizes, like.device, groups) if groups else Segments(sizes, like.device)
 
 
-def groups_within_units(like: Tensor, has_rows: bool) -> list[Any]:
-    """The groups of ranks over which single units are split."""
-    return groups_along(like, rows=False) + ([] if has_rows else groups_along(like, rows=True))
-
-
 def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
     """Each element reduced over ranks; summed, unless `how` says otherwise."""
     if groups:
@@ -86,28 +81,6 @@ def reduced(x: Tensor, groups: Sequence[Any], how: Any = None) -> Tensor:
     for group in groups:
         dist.all_reduce(x, how or dist.ReduceOp.SUM, group)
     return x
-
-
-def why_unfit(weight: Tensor, units: int, biases: Sequence[Tensor | None]) -> str | None:
-    """Why a sharded layer cannot move in its coordinates; None if it can, or is not sharded.
-
-    `units` is the number of units whose weights follow each other in memory; 0 if those of a unit do not.
-    """
-    if not any(sharded(p) for p in [weight, *biases]):
-        return None
-    if groups_along(weight, rows=False):
-        return "its weight is sharded along its inputs"
-    if units != weight.shape[0]:
-        return "its weight is sharded along dim 0, which is not its units"
-    places = getattr(weight, "placements", None)
-    if any(b is not None and getattr(b, "placements", None) != places for b in biases):
-        return "its bias is not sharded as its weight is"
-    return None
-
-
-def row_numbers(p: Any) -> Tensor:
-    """The numbers of this rank's rows in the whole tensor."""
-    return part(torch.arange(p.shape[0], device=p.device), p)
 
 
 def part(whole: Tensor, p: Any) -> Tensor:

@@ -17,25 +17,11 @@ from ..statistics.hooks import ModelStatistics
 from ..step.block import all_finite, gradient
 
 
-def lasting(group: Any) -> Any:
-    """The `process_group` of a copy: a group's name, since groups cannot be pickled."""
-    return group if group is None or group is False or isinstance(group, str) else group.group_name
-
-
 def ranks_of(group: Any) -> Any:
     """The group to reduce over in this step, where torch.distributed runs; None if this process trains alone."""
     if group is False:
         return None
-    if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
     return None if dist.get_world_size(group) == 1 else group or dist.group.WORLD
-
-
-class Agreed(NamedTuple):
-    """Whether the gradients of all ranks are finite, and how many ranks have something to do."""
-
-    finite: Tensor
-    busy: Tensor
 
 
 class Part(NamedTuple):
@@ -58,8 +44,8 @@ class Part(NamedTuple):
 
 def reduce(
     ranks: Any, statistics: ModelStatistics, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool
-) -> Agreed:
-    """Add up statistics over ranks, in place, and find whether `grads` are finite."""
+) -> tuple[Tensor, Tensor]:
+    """Add up statistics over ranks, in place; whether all `grads` are finite, and how many ranks are `busy`."""
     tensors = [t for part in parts for t in part.tensors()]
     device = next((t.device for t in [*tensors, *grads]), torch.device("cpu"))
     if not statistics.same_layers:
@@ -73,7 +59,7 @@ def reduce(
     add_up(ranks, [flags, *tensors])
     for part in parts:
         part.layer.g2.div_(part.examples2())
-    return Agreed(flags[0] == 0, flags[1])
+    return flags[0] == 0, flags[1]
 
 
 def check_same_layers(ranks: Any, size: int, device: torch.device) -> None:

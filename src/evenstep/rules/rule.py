@@ -78,7 +78,9 @@ class RuleStep:
         sizes = [b.matrix(b.local(b.weight)).shape[0] for b in blocks]
         # the units of each block on this rank; reductions are over all ranks
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
-        self.split_units = dtensor.groups_within_units(first.weight, first.has_rows)
+        # the groups of ranks over which single units are split
+        self.split_units = dtensor.groups_along(first.weight, rows=False)
+        self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
         self.on_v, self.scales = OnV([], None), list[Scales]()
         self.own: list[dict[str, Any]] = []  # what `owned` gives, once it is known in this step
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step

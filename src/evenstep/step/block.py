@@ -91,9 +91,8 @@ class Block:
 
     def group_of_rows(self) -> Tensor:
         """The group of each unit that this rank has."""
-        if dtensor.sharded(self.weight):
-            return dtensor.row_numbers(self.weight) // (self.units // self.groups)
-        return torch.arange(self.groups, device=self.weight.device).repeat_interleave(self.units // self.groups)
+        found = torch.arange(self.groups, device=self.weight.device).repeat_interleave(self.units // self.groups)
+        return dtensor.part(found, self.weight) if dtensor.sharded(self.weight) else found
 
     def whole(self) -> tuple[Tensor, list[Tensor]]:
         """The layer's weight as a matrix, and its biases, those that do not train included."""

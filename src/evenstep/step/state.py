@@ -47,11 +47,19 @@ def shape_of(field: Field, block: Block, p: Tensor) -> torch.Size:
 
 
 def init_state(states: Any, block: Block) -> None:
-    """Give the block's parameters the state they lack, all of it at once: checkpoints need every key."""
+    """Give the block's parameters the state they lack, all of it at once: checkpoints need every key.
+
+    State follows a model that has been given another dtype.
+    """
     stale = stale_rule_fields(states, block)
     for p, name, field in fields_of(block):
-        if name not in states[p] or name in stale:
-            states[p][name] = fresh(field, block, p)
+        kept = None if name in stale else states[p].get(name)
+        states[p][name] = fresh(field, block, p) if kept is None else kept.to(dtype_of(field, p))
+
+
+def dtype_of(field: Field, p: Tensor) -> torch.dtype:
+    """The dtype of a field."""
+    return p.dtype if field.per == "parameter" and not field.wide else accumulation_dtype(p.dtype)
 
 
 def stale_rule_fields(states: Any, block: Block) -> set[str]:
@@ -65,10 +73,9 @@ def stale_rule_fields(states: Any, block: Block) -> set[str]:
 
 def fresh(field: Field, block: Block, p: Tensor) -> Tensor:
     """A field's tensor as it is before the first step."""
+    shape, dtype = shape_of(field, block, p), dtype_of(field, p)
     if field.per == "parameter":
-        dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype
         return torch.full_like(p, field.initial, dtype=dtype, memory_format=torch.preserve_format)
-    shape, dtype = shape_of(field, block, p), accumulation_dtype(p.dtype)
     if field.per in ("unit", "matrix") and block.has_rows and dtensor.groups_along(p, rows=True):
         own = torch.full([block.local_units, *shape[1:]], field.initial, dtype=dtype, device=p.device)
         return dtensor.placed(own, p, shape)

@@ -76,8 +76,8 @@ class CoordinateOptimizer(ModelOptimizer):
         ranks = None if alone else reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
-        agreed = None if ranks is None else self._reduced(ranks, plan.blocks, busy)
-        if not busy and (agreed is None or not agreed.busy > 0):
+        finite, others = (None, 0) if ranks is None else self._reduced(ranks, plan.blocks, busy)
+        if not busy and not others > 0:
             moved = reduce.nonzero_gradients(ranks, [p for group in self.param_groups for p in group["params"]])
             blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
             if not blocks:
@@ -85,12 +85,12 @@ class CoordinateOptimizer(ModelOptimizer):
             plan = plans.make([], blocks, self.state, compiled)
         if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
             self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
-        return plan, None if agreed is None else agreed.finite
+        return plan, finite
 
     # blocks, state and warnings are Python's business; a compiled step is one graph of what follows
     _prepare_on_host = _disable_dynamo(_prepare)
 
-    def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> reduce.Agreed:
+    def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> tuple[Tensor, Tensor]:
         """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
         for entry, layer in self._statistics.layers.items() if self.needs else []:
