@@ -302,7 +302,7 @@ def test_insert_warns_of_batch_norm_that_may_follow_a_layer():
 @pytest.mark.parametrize(
     ("model", "skip", "part"),
     [
-        (linears(), "0", "must be a list of path patterns; got the string '0'"),
+        (linears(), "0", "must be a list of path patterns; got '0'"),
         (linears(), ["fc"], "'fc' fits none of the layers '0', '1'"),
         (linears(), ["0"], "no layer to be followed"),
         (nn.Linear(3, 3), [], "no layer to be followed"),
