@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .options import for_groups, preset
+from .options import for_groups, preset, taken
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
 from .rules.unit import UnitRule
@@ -38,10 +38,10 @@ class Preset(CoordinateOptimizer):
     capturable: bool = False
     process_group: Any = None
 
-    def _start(self, arguments: dict[str, Any]) -> None:
-        """Begin with these arguments of the constructor."""
-        params, model, process_group = (arguments[name] for name in ("params", "model", "process_group"))
-        CoordinateOptimizer.__init__(self, params, for_groups(arguments), model, process_group)
+    def __post_init__(self) -> None:
+        """Begin with the arguments of the constructor."""
+        given = taken(self)
+        CoordinateOptimizer.__init__(self, given["params"], for_groups(given), given["model"], given["process_group"])
 
 
 @preset
@@ -100,9 +100,10 @@ class CanonicalSGD(WithMoments):
     reduction: str = "mean"
     scaler: Any = None
 
-    def _start(self, arguments: dict[str, Any]) -> None:
-        super()._start(arguments)
-        self.scaler = arguments["scaler"]
+    def __post_init__(self) -> None:
+        scaler = self.scaler
+        super().__post_init__()
+        self.scaler = scaler
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)
