@@ -89,10 +89,7 @@ def test_sweeps_vary_one_thing_at_a_time(device, usual):
 def test_a_suite_names_every_row_of_its_device(monkeypatch):
     monkeypatch.setattr(usage, "usable_device", lambda name: None)
     rows = command.settings(command.Options(suite="gpu", against=SRC))
-    assert [(s.model, s.compiled, s.channels_last) for s in rows] == [
-        ("resnet50", False, True), ("alexnet", False, False), ("gpt2-small", False, False),
-        ("gpt2-small", True, False), ("vit-b16", True, False), ("vit-b16", False, False),
-    ]  # fmt: skip
+    assert {s.model for s in rows} == {"resnet50", "alexnet", "gpt2-small", "vit-b16"}
     assert all(s.device == "cuda" and s.autocast and s.rounds == 12 and s.against == SRC for s in rows)
     [one] = command.settings(command.Options(goals=True, model=("paper-cnn-4",), rounds=3, contenders=("sgd",)))
     assert (one.model, one.threads, one.rounds, one.contenders) == ("paper-cnn-4", 1, 3, ("sgd",))

@@ -300,7 +300,6 @@ def test_reproduce_prints_verdicts_and_ends_with_the_report(tmp_path, capsys):
 OTHER = records.make({"method": "sg", "lr": 0.1, "data": "x"}, 0, [{"train_loss": 1.0}])
 FOREIGN = {
     "half": ('{"config": {"half a rec', ", line 1: not a record"),
-    "junk": ("nonsense\n", ", line 1: not a record"),
     "no options": (json.dumps(OTHER), " holds records that are not of fig2; move it away, or choose another --out"),
     "folder": (None, ": Is a directory"),
 }
