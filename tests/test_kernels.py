@@ -24,7 +24,6 @@ from helpers import (
     assert_moments_agree,
     assert_steps_agree,
     inputs_like,
-    layer_statistics,
     still,
     weights,
 )
@@ -126,19 +125,6 @@ def test_moments_kernel_against_float64(shape, dim, limit, dtype, layout):
     x = inputs_like(shape, dtype, layout, "cuda")
     assert kernel.serves(x, LayerStatistics(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
     assert_moments_agree(x, dim, LayerStatistics.add_call, limit)
-
-
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_examples_count_once_per_forward_of_the_model_and_at_every_call_of_a_layer_alone(device):
-    layer = nn.Linear(4, 4).to(device)
-    model = nn.Sequential(layer, layer)
-    optimizer = evenstep.WhitenedSGD(model)
-    (layer_sums,) = layer_statistics(optimizer).values()
-    model(torch.randn(8, 4, device=device))
-    model(torch.randn(8, 4, device=device))
-    assert layer_sums.examples.item() == 16 and layer_sums.applied.item() == 32
-    layer(layer(torch.randn(8, 4, device=device)))
-    assert layer_sums.examples.item() == 32 and layer_sums.applied.item() == 48
 
 
 @pytest.mark.gpu

@@ -141,28 +141,24 @@ def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of tensors made under this mode: those that live, and the most that lived at once."""
+    """The tensors made under this mode, and the most bytes of them that lived at once."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.now, self.peak = weakref.WeakKeyDictionary(), 0, 0
+        self.made, self.peak = weakref.WeakSet(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        inputs = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
-        for t in tree_leaves(result):
-            if not torch.is_tensor(t) or t.is_meta:
-                continue
-            if t.untyped_storage() not in inputs and t.untyped_storage() not in self.seen:
-                storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
-                self.seen[storage] = size
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.gone, size)
+        inputs, made = (
+            {t.untyped_storage() for t in tree_leaves(some) if torch.is_tensor(t) and not t.is_meta}
+            for some in ((args, kwargs), result)
+        )
+        self.made.update(made - inputs)
+        self.peak = max(self.peak, self.now())
         return result
 
-    def gone(self, size):
-        self.now -= size
+    def now(self):
+        return sum(storage.nbytes() for storage in self.made)
 
 
 def size_of(tensors):
@@ -186,7 +182,7 @@ def test_a_step_needs_memory_for_three_copies_of_the_model_and_adds_none_to_the_
     gc.collect()
     assert peak.peak <= 3.5 * size_of(model.parameters())
     state = [t for p in model.parameters() for t in optimizer.state[p].values() if torch.is_tensor(t)]
-    assert kept.now - size_of(state) < size_of([model[0].weight]), "more than statistics outlasts a step"
+    assert kept.now() - size_of(state) < size_of([model[0].weight]), "more than statistics outlasts a step"
     p = nn.Parameter(torch.zeros(width, width + 1))
     descend(bare := cls([p], **keywords), p.sum())
     rule = size_of(t for t in bare.state[p].values() if torch.is_tensor(t))

@@ -65,9 +65,8 @@ def dtype_of(field: Field, p: Tensor) -> torch.dtype:
 def stale_rule_fields(states: Any, block: Block) -> set[str]:
     """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
     schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
-    units = {name: field for name, field in schema.items() if field.per != "count"}
-    kept = states[block.weight]
-    wrong = any(n in kept and kept[n].shape != shape_of(f, block, block.weight) for n, f in units.items())
+    p, kept = block.weight, states[block.weight]
+    wrong = any(n in kept and kept[n].shape != shape_of(f, block, p) for n, f in schema.items())
     return set(schema) if wrong else set()
 
 

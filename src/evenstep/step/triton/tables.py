@@ -41,11 +41,7 @@ def pieces(block: Block, units: int, columns: int) -> int:
 
 
 def aligned(number: int) -> int:
-    """The next multiple of `ALIGNED`.
-
-    >>> aligned(17)
-    32
-    """
+    """The next multiple of `ALIGNED`."""
     return -(-number // ALIGNED) * ALIGNED
 
 
