@@ -207,7 +207,7 @@ def test_tensors_alone_train_in_plain_coordinates_and_warn_once():
         assert_close(step, -0.1 * p.grad)
     optimizer.step()  # silent: warnings are errors here
     optimizer.attach(model)
-    assert "whitened" in optimizer.coverage().summary()
+    assert "whitened" in str(optimizer.coverage())
 
 
 def upsampler():
@@ -274,10 +274,9 @@ def test_a_layer_whose_weight_has_gone_wants_a_refresh(name, foreach):
         with pytest.raises(RuntimeError, match=r"layer '3' no longer has a parameter 'weight'; call opt\.refresh\(\)"):
             ask()
     assert all(still(model, before))
-    assert "coverage: layer '3' no longer has" in repr(optimizer)
     optimizer.refresh()
     classify(optimizer, model, [images()])
-    assert optimizer.coverage() and "no longer" not in repr(optimizer)
+    assert optimizer.coverage()
 
 
 def test_hooks_go_with_detach_and_with_the_optimizer():
@@ -301,16 +300,14 @@ def test_hooks_go_with_detach_and_with_the_optimizer():
     assert hooks() == 0
 
 
-def test_attaching_another_model_warns_of_what_it_lacks_or_keeps_the_old_one():
+def test_attaching_another_model_looks_at_that_one_and_a_foreign_model_is_refused():
     first, second = nn.Linear(3, 4), nn.Linear(4, 2)
     optimizer = evenstep.UnitStep([*first.parameters(), *second.parameters()], model=first)
-    with pytest.warns(UserWarning, match=r"parameters of the Linear attached before.*one module that holds both"):
-        optimizer.attach(second)
     model = nn.Sequential(first, second)
     optimizer.attach(model)
     with pytest.raises(ValueError, match="none of the parameters of this Linear is in the optimizer"):
         optimizer.attach(nn.Linear(2, 2))
-    assert optimizer.coverage().summary() == "4 whitened"
+    assert [row.treatment for row in optimizer.coverage()] == ["whitened"] * 4
     descend(optimizer, model(torch.randn(5, 3)).sum())
     assert optimizer.state[first.weight]["mass"] > 0
 
@@ -328,7 +325,6 @@ def test_copies_of_the_model_and_the_optimizer_are_free_of_each_other(case):
     assert same(state, state_of(optimizer))
     assert not any(layer.applied for layer in layer_statistics(optimizer).values())
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert repr(twin)
         assert same(dict(twin.state_dict()), dict(optimizer.state_dict()))
         assert {k for k in vars(twin) if k[0] != "_"} == {k for k in vars(optimizer) if k[0] != "_"}
 
@@ -502,7 +498,7 @@ def test_canonical_without_covered_layers_trains_in_plain_coordinates(reduction)
 @every_optimizer
 def test_an_unknown_keyword_is_refused_by_name(case):
     if case.cls is not evenstep.Whitened:  # whose base refuses it
-        with pytest.raises(TypeError, match=f"{case.cls.__name__}: got an unexpected keyword argument 'betas'"):
+        with pytest.raises(TypeError, match=f"{case.cls.__name__}.* got an unexpected keyword argument 'betas'"):
             case.build(nn.Linear(2, 2), betas=(0.9, 0.99))
 
 

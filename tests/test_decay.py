@@ -51,7 +51,7 @@ def test_matrices_decay_vectors_norms_and_excluded_names_do_not(model, exclude, 
     [
         ([nn.Parameter(torch.zeros(2))], {"weight_decay": 0.1}, "model must be a module; got list"),
         (nn.Linear(2, 2), {"weight_decay": -1.0}, r"Invalid weight_decay value: -1\.0"),
-        (nn.Linear(2, 2), {"weight_decay": 0.1, "exclude": "x"}, "exclude must be a list of name patterns; got the"),
+        (nn.Linear(2, 2), {"weight_decay": 0.1, "exclude": "x"}, "exclude must be a list of name patterns; got"),
     ],
 )
 def test_bad_input_is_named(model, keywords, message):

@@ -14,23 +14,10 @@ from torch.testing import assert_close
 import evenstep
 import oracle
 from cases import LAYERS, OPTIMIZERS
-from helpers import UNGUARDED, assert_follows, classify, descend, randn, still, twins, weights
+from helpers import UNGUARDED, assert_follows, classify, descend, images, randn, small_network, still, twins, weights
 
 GUARDED = {name: OPTIMIZERS[name] for name in ("whitened", "canonical", "unitstep", "whitened-adamw")}
 every_guarded = pytest.mark.parametrize("case", GUARDED.values(), ids=GUARDED)
-
-
-def network(dtype=torch.float32):
-    return nn.Sequential(
-        nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 24), nn.ReLU(),
-        nn.Linear(24, 4),
-    ).to(dtype)  # fmt: skip
-
-
-def batches(count, dtype=torch.float32):
-    """Independent inputs, with a label that can be learned."""
-    inputs = [0.5 + torch.randn(64, 2, 4, 4, dtype=dtype) for _ in range(count)]
-    return [(x, x.mean((2, 3)).mul(8).sum(1).long().remainder(4)) for x in inputs]
 
 
 @pytest.mark.parametrize(("cls", "lr"), [(evenstep.WhitenedSGD, 0.5), (evenstep.CanonicalSGD, 0.1)])
@@ -75,16 +62,16 @@ def test_units_that_start_at_zero_are_measured_by_the_floor():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_step_on_which_no_guard_fired_is_bit_equal_to_one_without_guards(case, dtype):
     """Every step is made twice from the same state; the data drift, and one batch in four is a shock."""
-    model, twin = twins(lambda: network(dtype))
+    model, twin = twins(lambda: small_network().to(dtype))
     lr = case.keywords["lr"] / 10
     guarded, bare = case.build(model, lr=lr), case.build(twin, lr=lr, **UNGUARDED)
     work, quiet, loud = 0.0, 0, 0
-    for k, (x, y) in enumerate(batches(32, dtype)):
+    for k, (x, y) in enumerate(images(64) for _ in range(32)):
         twin.load_state_dict(model.state_dict())
         bare.load_state_dict(copy.deepcopy(guarded.state_dict()))
         bare.param_groups[0].update(UNGUARDED)
         for optimizer, m in ((guarded, model), (bare, twin)):
-            classify(optimizer, m, [((30 if k % 4 == 3 else 1 + 0.02 * k) * x, y)])
+            classify(optimizer, m, [((30 if k % 4 == 3 else 1 + 0.02 * k) * x.to(dtype), y)])
         before, work = work, (k + 1) * sum(raised + held for raised, held in guarded.fired().values())
         fired, moved_alike = work > before + 1e-6, all(still(model, weights(twin)))
         assert moved_alike or fired
@@ -111,9 +98,9 @@ def test_on_quiet_data_each_guard_fires_on_less_than_one_percent(name, lr):
 @every_guarded
 def test_counters_tell_what_fired(case):
     """A grown input raises variances, a tiny radius holds every unit, and each is counted without the other."""
-    data = batches(4)
+    data = [images(64) for _ in range(4)]
     for on, keywords in ((0, {"fresh_max": 4.0, "trust": None}), (1, {"fresh_max": None, "trust": 1e-6})):
-        model = network()
+        model = small_network()
         optimizer = case.build(model, **keywords)
         classify(optimizer, model, [*data[:3], (30 * data[3][0], data[3][1])])
         share = optimizer.fired()["0"]

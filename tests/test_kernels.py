@@ -24,7 +24,6 @@ from helpers import (
     assert_moments_agree,
     assert_steps_agree,
     inputs_like,
-    layer_statistics,
     still,
     weights,
 )
@@ -76,8 +75,7 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
         (True, 1, 1024, 1),  # short
         (True, 300, 197 * 768, 1),  # many rows
         (True, 1, 16411, 0),  # a prime
-        (True, 2, 3 * 16411, 0),
-        (True, 1, 19 * 945, 19),  # an odd number of odd pieces
+        (True, 1, 19 * 945, 0),  # pieces of odd lengths alone
         (False, 10, 197 * 768, 0),  # a layer's rows stay whole
     ],
 )
@@ -97,7 +95,7 @@ def test_kernels_leave_coordinates_that_they_do_not_know_to_torch(coordinates, s
     monkeypatch.setattr(host, "runs_on", lambda weight: True)
     optimizer = type("Derived", (evenstep.WhitenedSGD,), {"coordinates": coordinates})(nn.Linear(4, 3))
     (block,) = optimizer._blocks(lambda p: True)
-    assert host.serves(block, optimizer.state) is served
+    assert host.serves(block) is served
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")
@@ -127,19 +125,6 @@ def test_moments_kernel_against_float64(shape, dim, limit, dtype, layout):
     x = inputs_like(shape, dtype, layout, "cuda")
     assert kernel.serves(x, LayerStatistics(shape[dim], 0, torch.zeros(1, device="cuda")).slots)
     assert_moments_agree(x, dim, LayerStatistics.add_call, limit)
-
-
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_examples_count_once_per_forward_of_the_model_and_at_every_call_of_a_layer_alone(device):
-    layer = nn.Linear(4, 4).to(device)
-    model = nn.Sequential(layer, layer)
-    optimizer = evenstep.WhitenedSGD(model)
-    (layer_sums,) = layer_statistics(optimizer).values()
-    model(torch.randn(8, 4, device=device))
-    model(torch.randn(8, 4, device=device))
-    assert layer_sums.examples.item() == 16 and layer_sums.applied.item() == 32
-    layer(layer(torch.randn(8, 4, device=device)))
-    assert layer_sums.examples.item() == 32 and layer_sums.applied.item() == 48
 
 
 @pytest.mark.gpu

@@ -4,9 +4,8 @@ import signal
 import time
 
 import pytest
-import torch
 
-from evenstep.lab import records, running, study, sweep, trial
+from evenstep.lab import records, study, sweep, trial
 from evenstep.lab.trial import Trial
 from evenstep.lab.usage import UsageError
 from lab_helpers import small_arrays, start
@@ -97,21 +96,16 @@ def test_a_stopped_process_gives_back_what_it_had_taken(tmp_path, began):
     assert run(tmp_path / "study.log", TRIALS, tmp_path / "b.jsonl") == EVERY and len(began) == 7
 
 
-def test_a_command_shows_the_runs_of_others(tmp_path, capsys):
-    other, out = board(tmp_path / "study.log", TRIALS[:3]), tmp_path / "records.jsonl"
-    finished = {records.dumps(r["config"]): r for r in sweep.sweep(TRIALS[:1], ARRAYS, tmp_path / "other.jsonl")}
+def test_a_run_of_a_living_process_is_waited_for_and_ctrl_c_ends_the_waiting(tmp_path):
+    board(tmp_path / "study.log", TRIALS).take()
 
-    def runner(*arguments, warn, **settings):
-        def waiting(line):
-            warn(line)
-            other.finish(*next(iter(finished.items())))
+    def stop(line):
+        assert line == "Waiting: 1 runs of other processes."
+        raise KeyboardInterrupt
 
-        return study.run(str(tmp_path / "study.log"), *arguments, warn=waiting, **settings)
-
-    assert other.take() in finished
-    assert not running.run_trials(TRIALS[:3], ARRAYS, out, torch.device("cpu"), runner)
-    shown = capsys.readouterr().out
-    assert "Waiting: 1 runs of other processes" in shown and "3/3" in shown and rates(records.read(out)) == EVERY[:3]
+    with pytest.raises(KeyboardInterrupt):
+        study.run(str(tmp_path / "study.log"), TRIALS, ARRAYS, tmp_path / "a.jsonl", warn=stop)
+    assert rates(records.read(tmp_path / "a.jsonl")) == EVERY[1:]
 
 
 def test_the_first_to_ask_for_a_dead_run_gets_it(tmp_path):

@@ -114,12 +114,6 @@ def test_what_ended_above_the_first_loss_counts_as_diverged_everywhere():
     assert summary.common_target(found, l0) == 2.25 and summary.common_target(found[:1], l0) is None
 
 
-@given(st.floats(0.1, 3.0), st.floats(0.1, 3.0))
-def test_the_common_target_is_never_above_the_first_loss(final, l0):
-    target = summary.common_target(summary.series([record("sg", 0.1, [5.0, final])]), l0)
-    assert target is None if final > l0 else final <= target <= l0
-
-
 def test_series_split_by_options_and_keep_the_newest_of_a_run():
     old, new = record("sg", 0.1, [2.0]), record("sg", 0.1, [1.0])
     other = record("sg", 0.1, [3.0], options={"momentum": 0.9})

@@ -198,23 +198,3 @@ def test_fan_in_divides_by_the_root_of_n_times_s(name):
     optimizer = evenstep.FanInSGD(layer, lr=0.7)
     for p, moved in moved_by(optimizer, oracle.log_cosh(layer(x), randn(*y.shape)).mean()).items():
         assert_close(moved, -rate * p.grad)
-
-
-def separated(x):
-    """A sum of f₁(x₁) and f₂(x₂), of two and three coordinates, that does not look like one."""
-    return torch.log(torch.exp(torch.sin(x[0] * x[1])) * torch.exp(x[2:].square().sum().cos() * x[3]))
-
-
-def coupled(x):
-    return separated(x) + 0.1 * x[0] * x[3]
-
-
-def test_a_separated_sum_is_a_block_diagonal_hessian():
-    """Eqs. 13 and 14: what has no cross block is the sum of what it is on either part's axes, less f(0)."""
-    for _ in range(3):
-        x, zero = randn(5), torch.zeros(5).double()
-        first, second = torch.cat([x[:2], zero[2:]]), torch.cat([zero[:2], x[2:]])
-        off = {f: f(first) + f(second) - f(zero) - f(x) for f in (separated, coupled)}
-        cross = {f: hessian(f, x)[:2, 2:].abs().max() for f in (separated, coupled)}
-        assert cross[separated] < 1e-12 and off[separated].abs() < 1e-12
-        assert cross[coupled] > 0.09 and off[coupled].abs() > 0.05 * abs(x[0] * x[3])

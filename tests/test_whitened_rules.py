@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.prune import l1_unstructured, remove
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,10 +25,14 @@ ON_PARAMETERS = "cannot run in whitened coordinates: its step depends on the par
 @pytest.mark.parametrize(
     ("base", "keywords", "message"),
     [
-        (torch.optim.LBFGS, {}, "Whitened: LBFGS cannot run in whitened coordinates: it evaluates the loss several"),
-        (torch.optim.SparseAdam, {}, "Whitened: SparseAdam cannot run in whitened coordinates: it takes sparse grad"),
-        (torch.optim.ASGD, {}, "Whitened: ASGD cannot run in whitened coordinates: it averages and decays the param"),
-        (torch.optim.Adafactor, {}, "Whitened: Adafactor cannot run in whitened coordinates: its relative step"),
+        (torch.optim.LBFGS, {}, "Whitened: LBFGS cannot run in whitened coordinates: LBFGS.step.. missing 1 .*closure"),
+        (
+            torch.optim.SparseAdam,
+            {},
+            "Whitened: SparseAdam cannot run in whitened coordinates: SparseAdam does not",
+        ),
+        (torch.optim.ASGD, {}, f"Whitened: ASGD {ON_PARAMETERS}"),
+        (torch.optim.Adafactor, {}, f"Whitened: Adafactor {ON_PARAMETERS}"),
         (partial(torch.optim.LBFGS, lr=0.1), {}, "Whitened: LBFGS cannot run in whitened coordinates"),
         (torch.optim.AdamW, {"plain": torch.optim.LBFGS}, "Whitened: LBFGS cannot run in whitened coordinates"),
         (nn.Linear, {}, f"{NO_CLASS}<class"),
@@ -124,20 +127,6 @@ def test_a_rule_goes_on_where_parts_of_a_layer_come_and_go(base, keywords, name)
         assert is_finite(model)
 
 
-def test_a_joint_matrix_keeps_the_memory_of_its_weight_when_a_bias_leaves_or_joins():
-    model = small_network()
-    optimizer = Whitened(model, torch.optim.Muon)
-    small_step(optimizer, model, 2)
-    kept = optimizer.state[model[0].weight]["momentum_buffer"][:, :6].clone()
-    for bias_trains, columns in ((False, 6), (True, 7)):
-        model[0].bias.requires_grad_(bias_trains)
-        descend(optimizer, model(torch.zeros(4, 6, dtype=torch.float64)).mul(0).sum())
-        kept = 0.95 * kept
-        buffer = optimizer.state[model[0].weight]["momentum_buffer"]
-        assert buffer.shape == (8, columns)
-        assert_close(buffer[:, :6], kept)
-
-
 def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
     model = small_network()
     optimizer = Whitened(model, torch.optim.Muon)
@@ -152,28 +141,24 @@ def test_a_copy_under_muon_steps_before_it_knows_its_model_and_loads_before():
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of tensors made under this mode: those that live, and the most that lived at once."""
+    """The tensors made under this mode, and the most bytes of them that lived at once."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.now, self.peak = weakref.WeakKeyDictionary(), 0, 0
+        self.made, self.peak = weakref.WeakSet(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        inputs = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
-        for t in tree_leaves(result):
-            if not torch.is_tensor(t) or t.is_meta:
-                continue
-            if t.untyped_storage() not in inputs and t.untyped_storage() not in self.seen:
-                storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
-                self.seen[storage] = size
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.gone, size)
+        inputs, made = (
+            {t.untyped_storage() for t in tree_leaves(some) if torch.is_tensor(t) and not t.is_meta}
+            for some in ((args, kwargs), result)
+        )
+        self.made.update(made - inputs)
+        self.peak = max(self.peak, self.now())
         return result
 
-    def gone(self, size):
-        self.now -= size
+    def now(self):
+        return sum(storage.nbytes() for storage in self.made)
 
 
 def size_of(tensors):
@@ -197,7 +182,7 @@ def test_a_step_needs_memory_for_three_copies_of_the_model_and_adds_none_to_the_
     gc.collect()
     assert peak.peak <= 3.5 * size_of(model.parameters())
     state = [t for p in model.parameters() for t in optimizer.state[p].values() if torch.is_tensor(t)]
-    assert kept.now - size_of(state) < size_of([model[0].weight]), "more than statistics outlasts a step"
+    assert kept.now() - size_of(state) < size_of([model[0].weight]), "more than statistics outlasts a step"
     p = nn.Parameter(torch.zeros(width, width + 1))
     descend(bare := cls([p], **keywords), p.sum())
     rule = size_of(t for t in bare.state[p].values() if torch.is_tensor(t))

@@ -1,7 +1,5 @@
 """The optimizer to try first: orthogonalized momentum in whitened coordinates."""
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -40,7 +38,7 @@ class EvenStep(WithMoments):
     rule = OrthogonalRule()
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
-    _copied = ("_rest",)
+    _copied = "_rest", "_torch_rules"
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
     lr: float | Tensor = 0.02
     _: KW_ONLY
@@ -49,15 +47,14 @@ class EvenStep(WithMoments):
     head: str | None = "auto"
     plain_lr: float | None = 3e-3
 
-    def _start(self, arguments: dict[str, Any]) -> None:
+    def __post_init__(self) -> None:
         adamw = TorchClass(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
-        self._rest = TorchRule(adamw, adamw, own_options=True)
-        super()._start(arguments)
+        self._torch_rules, self._rest = (adamw,), TorchRule(adamw, adamw, own_options=True)
+        super().__post_init__()
 
     def _detached(self) -> None:
         super()._detached()
         self._head: Tensor | None = None
-        self._incoming: Mapping[Tensor, Any] = {}  # state that is about to be loaded
 
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """Matrices of hidden layers are orthogonalized; all else is for AdamW."""
@@ -102,24 +99,10 @@ class EvenStep(WithMoments):
             return None
         last = self._statistics.forwards.last
         seen = [(e, e.weight, layer) for e, layer in self._statistics.layers.items() if e.slot.input_visible]
-        state = {weight: self._incoming.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
+        state = {weight: self._loading.get(weight, self.state.get(weight, {})) for _, weight, _ in seen}
         known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
         weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
         return weights[-1] if weights else None
-
-    def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
-        """State is what it would be with the head that was saved."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        with suppress(AttributeError, KeyError, TypeError):  # of what is no state_dict, which is refused below
-            saved = [k for group in state_dict["param_groups"] for k in group["params"]]
-            self._incoming = {p: state_dict["state"].get(k, {}) for p, k in zip(params, saved, strict=False)}
-        try:
-            super()._check(state_dict, mark)
-        finally:
-            self._incoming = {}
-
-    def _torch_state(self) -> tuple[set[str], bool]:
-        return self._rest.base.keeps - {"step"}, True
 
 
 def thin(entry: Entry) -> bool:

@@ -1,7 +1,7 @@
 """The optimizers: each is a preset of coordinates, a rule, and what its keywords are by default."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, fields
 from functools import cache
 from typing import Any
 
@@ -38,10 +38,10 @@ class Preset(CoordinateOptimizer):
     capturable: bool = False
     process_group: Any = None
 
-    def _start(self, arguments: dict[str, Any]) -> None:
-        """Begin with these arguments of the constructor."""
-        params, model, process_group = (arguments[name] for name in ("params", "model", "process_group"))
-        CoordinateOptimizer.__init__(self, params, for_groups(arguments), model, process_group)
+    def __post_init__(self) -> None:
+        """Begin with the arguments of the constructor."""
+        given = {field.name: vars(self).pop(field.name) for field in fields(self) if field.name not in self._copied}
+        CoordinateOptimizer.__init__(self, given["params"], for_groups(given), given["model"], given["process_group"])
 
 
 @preset
@@ -99,10 +99,6 @@ class CanonicalSGD(WithMoments):
     plain_lr: float | None = 0.01
     reduction: str = "mean"
     scaler: Any = None
-
-    def _start(self, arguments: dict[str, Any]) -> None:
-        super()._start(arguments)
-        self.scaler = arguments["scaler"]
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)

@@ -6,7 +6,7 @@ The annotated attributes of a `preset` say which it takes. Errors name the owner
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from inspect import Parameter
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -14,14 +14,7 @@ from torch import distributed as dist
 from typing_extensions import dataclass_transform
 
 Class = TypeVar("Class", bound=type)
-
-
-class Option(NamedTuple):
-    """A hyperparameter: its meaning, what is allowed, and torch's own words where it is a keyword of torch's."""
-
-    meaning: str
-    allowed: tuple[str, Callable[[Any], bool]] | None = None  # in words, and as a test
-    torch: str = ""
+Allowed = tuple[str, Callable[[Any], bool]]  # what is allowed, in words and as a test
 
 
 def is_number(value: Any, whole: bool = False) -> bool:
@@ -29,7 +22,7 @@ def is_number(value: Any, whole: bool = False) -> bool:
     return isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
+def one_of(*values: Any) -> Allowed:
     """A value out of a short list."""
     return f"one of {', '.join(map(repr, values))}", lambda v: v in values
 
@@ -48,6 +41,21 @@ def is_group(group: Any) -> bool:
     return group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup))
 
 
+def has_no_nan(value: Any) -> bool:
+    """Whether a value, or a list of them, has no float that is NaN."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return not any(isinstance(v, float) and math.isnan(v) for v in values)
+
+
+class Option(NamedTuple):
+    """A hyperparameter: its meaning, what is allowed, and torch's own words where it is a keyword of torch's."""
+
+    meaning: str
+    allowed: Allowed = ("without nan", has_no_nan)
+    torch: str = ""
+
+
+RATE = "a finite number >= 0 or a one-element tensor", is_rate
 NONNEGATIVE = "a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0)
 POSITIVE_OR_NONE = "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
 FRACTION = "in [0, 1)", lambda v: is_number(v) and 0 <= v < 1
@@ -58,45 +66,26 @@ FLAG, FLAG_OR_NONE = one_of(True, False), one_of(None, True, False)
 
 OPTIONS = {
     "params": Option("the model itself, or what torch takes: tensors, groups, named parameters"),
-    "lr": Option(
-        "stepsize: a number or a one-element tensor",
-        ("a finite number >= 0 or a one-element tensor", is_rate),
-        "Invalid learning rate: ",
-    ),
+    "lr": Option("stepsize: a number or a one-element tensor", RATE, "Invalid learning rate: "),
     "model": Option("the model to watch, when `params` are tensors or groups"),
     "momentum": Option("of the rule, on v", FRACTION, "Invalid momentum value: "),
     "weight_decay": Option(
-        "decoupled, on w: w shrinks by lr · weight_decay per step", NONNEGATIVE, "Invalid weight_decay value: "
+        "decoupled, on w, which shrinks by lr · weight_decay", NONNEGATIVE, "Invalid weight_decay value: "
     ),
     "decay": Option("weight of the old value in running averages", FRACTION),
-    "damping": Option(
-        "added to each variance, relative to the layer's mean variance; `UnitStep` damps its units' mean squares by "
-        "it, too",
-        NONNEGATIVE,
-    ),
+    "damping": Option("added to variances and `UnitStep`'s mean squares, relative to the layer's mean", NONNEGATIVE),
     "fresh_max": Option("τ of the fresh-max guard; None turns it off", POSITIVE_OR_NONE),
     "trust": Option("c of the trust radius; None turns it off", POSITIVE_OR_NONE),
-    "rows": Option(
-        "how many rows of a layer's input a forward looks at, spread over examples and positions; None for all", ROWS
-    ),
+    "rows": Option("how many rows of a layer's input a forward looks at, evenly spread; None for all", ROWS),
     "eps": Option("μ of eq. 11, absolute, inside the root", NONNEGATIVE, "Invalid epsilon value: "),
     "plain_lr": Option(
-        "stepsize of parameters outside layers at the `lr` it is given with, None for that of layers; follows "
-        "schedules of `lr` and a group's own `lr`, and may be set in a group, too, as of that first `lr`",
-        NONNEGATIVE,
+        "`lr` of parameters outside layers (None: as layers); follows `lr` and its schedules", NONNEGATIVE
     ),
-    "head": Option(
-        'name or pattern of the head\'s weight, which AdamW moves at `plain_lr`: "auto" is the covered layer that the '
-        "first forward pass calls last, None is no layer"
-    ),
+    "head": Option('name or pattern of the head\'s weight: "auto" is the layer called last, None no layer'),
     "sharing": Option("S of every layer, when it is not to be counted", POSITIVE_OR_NONE),
     "exclude": Option("name patterns (`fnmatch`) kept in plain coordinates", PATTERNS),
     "maximize": Option("ascend", FLAG),
-    "foreach": Option(
-        "False steps layer by layer, in less memory; otherwise layers move at once where they can; `Whitened` hands it "
-        "to its rule, too",
-        FLAG_OR_NONE,
-    ),
+    "foreach": Option("False steps layer by layer, in less memory; `Whitened` hands it to its rule, too", FLAG_OR_NONE),
     "block": Option('what shares a denominator: "network", "unit", "weight"', one_of("network", "unit", "weight")),
     "bounded": Option("eq. 11's running mean square; False: the batch's own"),
     "bias_correction": Option('of that running mean; False makes `block="weight"` RMSProp exactly'),
@@ -105,15 +94,10 @@ OPTIONS = {
     "base": Option("the torch class, or a partial of it"),
     "base_kwargs": Option("the keywords of `base` itself, its `lr` among them"),
     "joint": Option("show the rule a layer as one matrix, bias as a column; None: for Muon alone", FLAG),
-    "fan_in_power": Option(
-        "a layer's stepsize is divided by this power of its inputs per unit; 0.25 with Adam keeps wide layers alive",
-        NONNEGATIVE,
-    ),
+    "fan_in_power": Option("a layer's stepsize is divided by this power of its inputs per unit", NONNEGATIVE),
     "plain": Option("the rule for parameters outside layers; None: `base`, or AdamW beside Muon"),
     "capturable": Option("`step()` never reads the device, on a CPU either, and can be captured in a CUDA graph", FLAG),
-    "process_group": Option(
-        "the processes that train one network: None is the world group if there is one, False reduces nothing", GROUP
-    ),
+    "process_group": Option("the processes that train one network: None is the world group, False is no group", GROUP),
 }
 NOT_IN_GROUPS = ("self", "params", "model", "scaler", "process_group", "base", "base_kwargs", "plain", "__class__")
 
@@ -123,34 +107,14 @@ def for_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in NOT_IN_GROUPS}
 
 
-@dataclass_transform()
+@dataclass_transform(eq_default=False)
 def preset(cls: Class) -> Class:
-    """Make the annotated attributes of an optimizer class its keywords, as a dataclass does; subclasses have them, too.
-
-    The constructor hands the arguments to `_start`. The attributes are deleted: the values that count are the groups'.
-    """
-    keywords: dict[str, Parameter] = dict(getattr(cls, "_keywords", {}))
-    for name, annotation in inspect.get_annotations(cls).items():
-        if not name.startswith("_") and not str(annotation).startswith("typing.ClassVar"):
-            kind = Parameter.POSITIONAL_OR_KEYWORD if name in ("params", "lr") else Parameter.KEYWORD_ONLY
-            default = vars(cls).get(name, Parameter.empty)
-            keywords[name] = Parameter(name, kind, default=default, annotation=annotation)
-            if name in vars(cls):
-                delattr(cls, name)
-    signature = inspect.Signature([*keywords.values()])
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            found = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}: {error}") from None
-        found.apply_defaults()
-        self._start(found.arguments)
-
-    constructor, made = __init__, cls  # type: Any, Any
-    constructor.__signature__ = inspect.Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *keywords.values()])
-    made.__init__, made._keywords = constructor, keywords
-    return explained(cls)
+    """Make the annotated attributes of an optimizer class its keywords, as a dataclass does."""
+    made: Any = explained(dataclass(eq=False, repr=False)(cls))
+    for field in fields(made):
+        if field.name in vars(made):
+            delattr(made, field.name)  # the values that count are the groups'
+    return cls
 
 
 def check(owner: str, group: Mapping[str, Any]) -> None:
@@ -161,35 +125,21 @@ def check(owner: str, group: Mapping[str, Any]) -> None:
     ValueError: WhitenedSGD: decay must be in [0, 1); got 1.5.
     """
     for name, value in group.items():
-        option = OPTIONS.get("plain_lr" if name == "plain_at" else name)
-        if option is not None and option.allowed is not None:
-            words, holds = option.allowed
-            if not holds(value):
-                raise refusal(owner, name, value, words)
-    for name, value in group.items():  # those of a base rule, too
-        if any(isinstance(v, float) and math.isnan(v) for v in (value if isinstance(value, list | tuple) else [value])):
-            raise refusal(owner, name, value, "without nan")
+        words, holds = OPTIONS.get("plain_lr" if name == "plain_at" else name, Option("of a base rule")).allowed
+        if not holds(value):
+            raise refusal(owner, name, value, words)
 
 
 def refusal(owner: str, name: str, value: Any, allowed: str) -> ValueError:
-    """The error for a value that is not allowed; torch's own words come first where the keyword is torch's.
-
-    >>> refusal("WhitenedSGD", "damping", -1.0, "a finite number >= 0")
-    ValueError('WhitenedSGD: damping must be a finite number >= 0; got -1.0.')
-    >>> refusal("WhitenedSGD", "momentum", -0.5, "in [0, 1)")
-    ValueError('Invalid momentum value: -0.5. WhitenedSGD: momentum must be in [0, 1); got -0.5.')
-    """
+    """The error for a value that is not allowed; torch's own words come first where the keyword is torch's."""
     torchs = OPTIONS[name].torch if name in OPTIONS else ""
     words = f"{torchs}{value}. " if torchs else ""
-    got = f"the string {value!r}" if isinstance(value, str) and allowed.startswith("a list") else repr(value)
-    return ValueError(f"{words}{owner}: {name} must be {allowed}; got {got}.")
+    return ValueError(f"{words}{owner}: {name} must be {allowed}; got {value!r}.")
 
 
 def explained(cls: Class) -> Class:
     """Let a class's docstring end with the keywords of its constructor, their defaults and what they mean."""
-    if cls.__doc__ is None:  # python -OO
-        return cls
-    lines = [inspect.cleandoc(cls.__doc__), "", "Keywords:", ""]
+    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Keywords:", ""]
     for name, parameter in list(inspect.signature(cls).parameters.items()):
         stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         default = "" if parameter.default is parameter.empty else f" (default {parameter.default!r})"

@@ -5,14 +5,12 @@ sums about a centre, `Sums`. Once per step the sums become the batch's moments a
 """
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .segments import WHOLE, Whole
-
-Number = TypeVar("Number", float, Tensor)
 
 
 class Sums(NamedTuple):
@@ -128,7 +126,7 @@ def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
     return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
 
 
-def gain(mass: Number, decay: Number | float) -> tuple[Number, Number]:
+def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
     """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m."""
     mass = decay * mass + (1 - decay)
     return (1 - decay) / mass, mass

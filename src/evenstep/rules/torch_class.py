@@ -10,13 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-REFUSED = {
-    "LBFGS": "it evaluates the loss several times along a line",
-    "SparseAdam": "it takes sparse gradients alone",
-    "ASGD": "it averages and decays the parameters themselves",
-    "Adafactor": "its relative step is a multiple of the parameter's own size",
-}
-
 
 class TorchClass:
     """A torch rule ready to run on proxies: an instance without parameters, and how to make another."""
@@ -30,8 +23,7 @@ class TorchClass:
         self.name = getattr(cls, "__name__", repr(cls))
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise ValueError(f"{owner}: base must be a torch.optim.Optimizer class; got {rule!r}.")
-        if self.name in REFUSED:
-            raise ValueError(f"{owner}: {self.name} cannot run in whitened coordinates: {REFUSED[self.name]}.")
+        self.is_torchs = cls.__module__.startswith("torch.")
         known = inspect.signature(cls).parameters
         keywords = {**keywords, **{k: v for k, v in flags.items() if k in known and v is not None}}
         if "weight_decay" in known:
@@ -45,15 +37,17 @@ class TorchClass:
             raise ValueError(f"{owner}: {self.name} has no keyword lr; a rule here must have one.")
         self.born_with_state = bool(self.instance.state)  # Adagrad's accumulator
         quiet = {k: False for k in ("foreach", "fused", "capturable", "differentiable") if k in keywords}
-        (still, kept), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        refused = f"{owner}: {self.name} cannot run in whitened coordinates: "
+        try:
+            (still, kept), (moved, _) = (trial(partial(self.make, **quiet), start) for start in (0.0, 1.0))
+        except (TypeError, RuntimeError) as error:  # it wants a closure, or sparse gradients
+            raise ValueError(f"{refused}{error}.") from error
         self.keeps = set(kept)
         self.shaped_apart = {k for k, v in kept.items() if isinstance(v, Tensor) and v.shape != still.shape}
         self.counts = "step" in self.keeps
         self.elementwise = torch.allclose(still, trial(partial(self.make, **quiet), 0.0, apart=True)[0], atol=1e-14)
         if not torch.allclose(still, moved, rtol=1e-6, atol=1e-14):
-            raise ValueError(
-                f"{owner}: {self.name} cannot run in whitened coordinates: its step depends on the parameter."
-            )
+            raise ValueError(f"{refused}its step depends on the parameter.")
 
     def first_state(self, q: nn.Parameter) -> dict[str, Any]:
         """The state of a new proxy, where the rule makes it at construction."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..coordinates.coordinates import Schema, Statistics
 from ..coordinates.whitening import Whitening
@@ -35,12 +34,6 @@ class Proxy(NamedTuple):
     whole: bool = False
 
     @property
-    def grad(self) -> Tensor:
-        """The gradient on v."""
-        assert self.q.grad is not None
-        return self.q.grad
-
-    @property
     def step(self) -> Tensor:
         """How far the rule has moved it: what this rank has of that."""
         moved = self.q.detach()
@@ -54,10 +47,10 @@ class Proxy(NamedTuple):
 
     def to_state(self, value: Any) -> Any:
         """The rule's state as it is kept: a tensor shaped like the proxy is sharded as the parameter is."""
-        if not dtensor.sharded(self.p) or not isinstance(value, Tensor) or value.shape != self.grad.shape:
+        if not dtensor.sharded(self.p) or not isinstance(value, Tensor) or value.shape != self.q.shape:
             return value
         own = dtensor.part(value, self.p) if self.whole else value
-        return dtensor.placed(own, self.p, whole_shape(self.p, self.grad))
+        return dtensor.placed(own, self.p, whole_shape(self.p, self.q))
 
 
 def whole_shape(p: Tensor, grad: Tensor) -> torch.Size:
@@ -105,110 +98,93 @@ class TorchRule(Rule):
         proxies = [[self._proxies(b, qs, ok) for b, qs in zip(s.blocks, s.stand_ins(), strict=True)] for s in steps]
         flat = [proxy for some in proxies for few in some for proxy in few]
         for rule in dict.fromkeys(proxy.rule for proxy in flat):
-            foreign = (self.base.keeps | self.plain.keeps) - rule.keeps
-            part = [proxy for proxy in flat if proxy.rule is rule]
-            run(rule, part, steps[0].state, self.own_options or rule is not self.base, foreign)
+            self._run(rule, [proxy for proxy in flat if proxy.rule is rule], steps[0].state)
         for step, some in zip(steps, proxies, strict=True):
             step.take([[proxy.step for proxy in few] for few in some])
 
     def _proxies(self, block: Any, stand_ins: list[nn.Parameter], ok: Tensor | None) -> list[Proxy]:
         """The block's gradients on v as the rule sees them."""
-        found, columns = [], (block.parameters, block.param_groups, self._rates(block), self.rules_of(block))
+        power = block.group.get("fan_in_power")
+        share = block.fan_in**-power if power and block.coordinates.needs >= Statistics.INPUTS else 1.0
+        found, columns = [], (block.parameters, block.param_groups, block.rates(), self.rules_of(block))
         for q, p, group, lr, rule in zip(stand_ins, *columns, strict=False):
             assert q.grad is not None
             if ok is not None:  # not in place: it may be the parameter's own gradient
                 q.grad = torch.where(ok.to(q.device), q.grad, 0)
+            plain = 1.0 if rule is self.base or block.uses_plain_lr else plain_share(group)
             whole = dtensor.sharded(p) and not rule.elementwise
-            found.append(Proxy(p, stand_in(gathered(p, q.grad)) if whole else q, group, lr, rule, whole))
+            q = stand_in(gathered(p, q.grad)) if whole else q
+            found.append(Proxy(p, q, group, lr * share * plain, rule, whole))
         return found
 
-    def _rates(self, block: Any) -> list[Any]:
-        """The stepsizes of the block's proxies."""
-        power = block.group.get("fan_in_power")
-        whitened = block.coordinates.needs >= Statistics.INPUTS
-        share = block.fan_in**-power if power and whitened else 1.0
-        lrs = [lr * share for lr in block.rates()]
-        if self.plain is self.base or block.uses_plain_lr:
-            return lrs
-        each = zip(lrs, block.param_groups, self.rules_of(block), strict=False)
-        return [lr * plain_share(group) if rule is self.plain else lr for lr, group, rule in each]
+    def _run(self, rule: TorchClass, proxies: Sequence[Proxy], state: Any) -> None:
+        """Let a rule move its proxies by one step, stepsize and sign included.
+
+        Its memory lives in `state`. Its options live in the proxies' groups, unless it keeps those it was made with.
+        """
+        own_options = self.own_options or rule is not self.base
+        foreign = (self.base.keeps | self.plain.keeps) - rule.keeps
+        torchs, groups = rule.instance, dict[Any, tuple[dict[str, Any], dict[str, Any]]]()
+        torchs.state = defaultdict(dict)
+        for proxy in proxies:
+            torchs.state[proxy.q] = remembered(proxy, state[proxy.p], foreign) or rule.first_state(proxy.q)
+            key = id(proxy.group), plain_rate(proxy.lr), proxy.q.is_cuda
+            if key not in groups:
+                groups[key] = proxy.group, options_of(proxy, own_options)
+            groups[key][1]["params"].append(proxy.q)
+        torchs.param_groups = [mine for _, mine in groups.values()]
+        # without the hooks that torch runs for every optimizer: they run for the outer one
+        getattr(type(torchs).step, "__wrapped__", type(torchs).step)(torchs)
+        for proxy in proxies:
+            kept = state[proxy.p]
+            for name, value in torchs.state[proxy.q].items():
+                if kept.get(name) is not value:
+                    kept[name] = proxy.to_state(value)
+            if isinstance(proxy.lr, Tensor):
+                proxy.q.detach().mul_(proxy.lr)
+        if not own_options:  # some rules count in their groups
+            for group, mine in groups.values():
+                group.update({k: v for k, v in mine.items() if k not in ("params", "lr", *OURS)})
+        torchs.state, torchs.param_groups = defaultdict(dict), []
 
 
-def run(base: TorchClass, proxies: Sequence[Proxy], state: Any, own_options: bool, foreign: Set[str]) -> None:
-    """Let the rule move its proxies by one step, stepsize and sign included.
+OURS = {"maximize": False, "weight_decay": 0}  # options that no rule gets: the optimizer itself sees to signs and decay
 
-    The rule's state lives in `state`, where `foreign` names are another rule's; its options in the proxies' groups, or,
-    with `own_options`, as it was made.
+
+def options_of(proxy: Proxy, own_options: bool) -> dict[str, Any]:
+    """A group of the rule's for proxies like this one: its options come from the proxy's group.
+
+    With `own_options` that says nothing but that the step is captured. Capture is a matter of the device, and torch's
+    rules know it on a GPU alone.
     """
-    rule = base.instance
-    rule.state = defaultdict(dict)
-    groups: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for proxy in proxies:
-        rule.state[proxy.q] = remembered(base, proxy, state[proxy.p], foreign) or base.first_state(proxy.q)
-        key = id(proxy.group), plain_rate(proxy.lr), proxy.q.is_cuda
-        if key not in groups:
-            options = options_of(proxy.group, rule, own_options, proxy.q.is_cuda)
-            groups[key] = proxy.group, {**rule.defaults, **options, **fixed(proxy.lr), "params": []}
-        groups[key][1]["params"].append(proxy.q)
-    rule.param_groups = [mine for _, mine in groups.values()]
-    # without the hooks that torch runs for every optimizer: they run for the outer one
-    getattr(type(rule).step, "__wrapped__", type(rule).step)(rule)
-    for proxy in proxies:
-        kept = state[proxy.p]
-        for name, value in rule.state[proxy.q].items():
-            if kept.get(name) is not value:
-                kept[name] = proxy.to_state(value)
-        if isinstance(proxy.lr, Tensor):
-            proxy.q.detach().mul_(proxy.lr)
-    if not own_options:  # some rules count in their groups
-        apart = {"params", *fixed(0)}
-        for group, mine in groups.values():
-            group.update({k: v for k, v in mine.items() if k not in apart})
-    rule.state, rule.param_groups = defaultdict(dict), []
-
-
-def options_of(group: dict[str, Any], rule: Optimizer, own_options: bool, on_gpu: bool) -> dict[str, Any]:
-    """What a group says to the rule; with `own_options` nothing but that it is captured.
-
-    Capture is a matter of the device, and torch's rules know it on a GPU alone.
-    """
+    defaults = proxy.rule.instance.defaults
+    theirs = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
     if own_options:
-        return {"capturable": True} if group.get("capturable") and on_gpu and "capturable" in rule.defaults else {}
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        captured = theirs.get("capturable") and proxy.q.is_cuda and "capturable" in defaults
+        theirs = {"capturable": True} if captured else {}
+    return {**defaults, **theirs, **OURS, "lr": plain_rate(proxy.lr), "params": []}
 
 
-def remembered(base: TorchClass, proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
-    """The rule's state of a proxy.
+def remembered(proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:
+    """The rule's state of a proxy; `foreign` names are another rule's.
 
     Layers become plain parameters and come back, and biases join them and leave: what another rule has kept, or of
-    another shape, is dropped; a matrix with more or fewer biases than before keeps what it can.
+    another shape, is dropped.
     """
-    mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in Whitening.state and (base.counts or k != "step")}
-    own, shape = base.keeps - {"step"}, proxy.grad.shape
-    like = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in base.shaped_apart}
+    rule, like = proxy.rule, proxy.q.detach()
+    mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in Whitening.state and (rule.counts or k != "step")}
+    own = rule.keeps - {"step"}
     others = foreign & mine.keys() or (own and not own & mine.keys())
-    rows_agree = (v.shape == shape or (v.dim() == len(shape) == 2 and len(v) == shape[0]) for v in like.values())
-    if others or not all(rows_agree):
+    alike = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in rule.shaped_apart}
+    if others or any(v.shape != like.shape for v in alike.values()):
         for k in mine:
             del state[k]
         return {}
-    for k, v in like.items():
-        if v.shape != shape:
-            mine[k] = nn.functional.pad(v, (0, shape[1] - v.shape[1]))  # cut, or filled up with zeros
-        elif v.stride() != proxy.grad.stride():  # fused rules read memory as it lies
-            mine[k] = torch.empty_like(proxy.grad).copy_(v)
-    return mine
-
-
-def fixed(lr: Any) -> dict[str, Any]:
-    """Options that override the rule's: the optimizer itself sees to signs and decay."""
-    return {"lr": plain_rate(lr), "maximize": False, "weight_decay": 0}
+    # fused rules read memory as it lies
+    moved = {k: torch.empty_like(like).copy_(v) for k, v in alike.items() if v.stride() != like.stride()}
+    return {**mine, **moved}
 
 
 def plain_rate(lr: Any) -> Any:
-    """What a rule gets for lr: 1 for a tensor, which few rules can take without asking the device; it is applied after.
-
-    >>> plain_rate(0.1), plain_rate(torch.tensor(0.1))
-    (0.1, 1.0)
-    """
+    """What a rule gets for lr: 1 for a tensor, which few can take without asking the device; it is applied after."""
     return 1.0 if isinstance(lr, Tensor) else lr

@@ -65,7 +65,7 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
     kernels = not compiled and any(block.entry is not None for block in blocks)
     found: dict[Any, list[Block]] = {}
     for block in blocks:
-        backend = TritonStep if kernels and serves(block, state) else TorchStep
+        backend = TritonStep if kernels and serves(block) else TorchStep
         key: tuple[Any, ...] = (
             backend,
             block.weight.device,

@@ -47,28 +47,34 @@ def shape_of(field: Field, block: Block, p: Tensor) -> torch.Size:
 
 
 def init_state(states: Any, block: Block) -> None:
-    """Give the block's parameters the state they lack, all of it at once: checkpoints need every key."""
+    """Give the block's parameters the state they lack, all of it at once: checkpoints need every key.
+
+    State follows a model that has been given another dtype.
+    """
     stale = stale_rule_fields(states, block)
     for p, name, field in fields_of(block):
-        if name not in states[p] or name in stale:
-            states[p][name] = fresh(field, block, p)
+        kept = None if name in stale else states[p].get(name)
+        states[p][name] = fresh(field, block, p) if kept is None else kept.to(dtype_of(field, p))
+
+
+def dtype_of(field: Field, p: Tensor) -> torch.dtype:
+    """The dtype of a field."""
+    return p.dtype if field.per == "parameter" and not field.wide else accumulation_dtype(p.dtype)
 
 
 def stale_rule_fields(states: Any, block: Block) -> set[str]:
     """Running means of another shape than the block's: a parameter has joined a layer, or left it."""
     schema = {name: field for name, field in block.rule.state(0.0).items() if field.per != "parameter"}
-    units = {name: field for name, field in schema.items() if field.per != "count"}
-    kept = states[block.weight]
-    wrong = any(n in kept and kept[n].shape != shape_of(f, block, block.weight) for n, f in units.items())
+    p, kept = block.weight, states[block.weight]
+    wrong = any(n in kept and kept[n].shape != shape_of(f, block, p) for n, f in schema.items())
     return set(schema) if wrong else set()
 
 
 def fresh(field: Field, block: Block, p: Tensor) -> Tensor:
     """A field's tensor as it is before the first step."""
+    shape, dtype = shape_of(field, block, p), dtype_of(field, p)
     if field.per == "parameter":
-        dtype = accumulation_dtype(p.dtype) if field.wide else p.dtype
         return torch.full_like(p, field.initial, dtype=dtype, memory_format=torch.preserve_format)
-    shape, dtype = shape_of(field, block, p), accumulation_dtype(p.dtype)
     if field.per in ("unit", "matrix") and block.has_rows and dtensor.groups_along(p, rows=True):
         own = torch.full([block.local_units, *shape[1:]], field.initial, dtype=dtype, device=p.device)
         return dtensor.placed(own, p, shape)

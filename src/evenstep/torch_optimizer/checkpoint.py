@@ -1,18 +1,17 @@
 """Checkpoints: the mark that a state_dict carries, the checks it must pass before any of it is loaded, and loading.
 
 The mark is an attribute, like the `_metadata` of a module's state_dict: the format, and the class that wrote it. A
-plain dict has none, nor has one that a framework took apart; the names of its state are checked instead.
+plain dict has none, nor has one that a framework took apart; the names of its state are checked instead. All checks
+raise ValueError for the first thing that does not fit.
 """
 
-import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import options
 from ..coordinates.coordinates import Field, Schema
 from ..parallel import dtensor
 from ..step.block import Block
@@ -22,10 +21,12 @@ FORMAT = 2  # 0: no mark, no step counts under rules that keep none. 1: checksum
 RENAMED = "0.1's EvenStep is UnitStep now: load it into UnitStep"
 TORCHS_NONNEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 NUMBERS = ("step", "mu_product")  # Python numbers in older versions of torch
-LISTED = 8  # problems named in one error
-
+OPTIONAL = {"momentum_buffer", "step"}  # momentum may be asked for later; older formats had no counts
+MOMENTUM = {"momentum_buffer": Field("parameter")}
+WIDE = (torch.float32, torch.float64)
 Shapes = set[tuple[int, ...]]
 SCALAR: Shapes = {(), (1,)}
+State = Mapping[str, Any]  # of one parameter, as saved
 
 
 def marked(state_dict: Mapping[str, Any], writer: str) -> "OrderedDict[str, Any]":
@@ -41,178 +42,113 @@ def mark_of(state_dict: Any) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def mark_problems(mark: Mapping[str, Any], writer: str) -> list[str]:
-    """Why a state_dict with this mark cannot be loaded by the class `writer`."""
+def check_mark(mark: Mapping[str, Any], writer: str) -> None:
+    """Refuse a state_dict with this mark if the class `writer` cannot load it."""
     number, saved_by = mark.get("format"), mark.get("optimizer")
     if not isinstance(number, int) or number > FORMAT:
-        return [f"its format is {number!r}, this version reads up to {FORMAT}: update evenstep"]
-    if number < 2 and saved_by == "EvenStep":
-        return [] if writer == "UnitStep" else [RENAMED]
-    return [] if saved_by == writer else [f"it was saved by {saved_by}, not by {writer}"]
+        raise ValueError(f"its format is {number!r}, this version reads up to {FORMAT}: update evenstep")
+    renamed = number < 2 and saved_by == "EvenStep"
+    if writer != ("UnitStep" if renamed else saved_by):
+        raise ValueError(RENAMED if renamed else f"it was saved by {saved_by}, not by {writer}")
 
 
-class Expected(NamedTuple):
-    """What the state of one parameter must be.
+def check_structure(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what is no optimizer's state_dict, or has other numbers of parameters in its groups."""
+    try:
+        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+        if not isinstance(state_dict["state"], Mapping):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise ValueError("it needs 'state', a dict, and 'param_groups', dicts with a list of 'params' each") from None
+    ours = [len(group["params"]) for group in groups]
+    if theirs != ours:
+        what = "a different number of parameter groups" if len(theirs) != len(ours) else "groups of other sizes"
+        raise ValueError(f"loaded state dict has {what}: their numbers of parameters are {theirs}, here {ours}")
 
-    `fields` are our own, with the shapes allowed: None for a field that other parameters of the optimizer have. What a
-    torch rule keeps has one of `rule_shapes`, and `rule_dtype`: None if the rule is not torch's, so that only our own
-    fields can be checked.
+
+def in_order(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved group with its parameters in the order of the live one, if only the order of their names differs."""
+    keys, names = dict(zip(saved.get("param_names", ()), saved["params"], strict=False)), live.get("param_names", ())
+    if keys.keys() != set(names) or not len(keys) == len(names) == len(saved["params"]):
+        return saved
+    return {**saved, "params": [keys[name] for name in names], "param_names": names}
+
+
+def saved_of(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, State]:
+    """What a state_dict that fits in structure has saved of each live parameter."""
+    state, keys = state_dict["state"], [key for group in state_dict["param_groups"] for key in group["params"]]
+    if unknown := [key for key in state if isinstance(key, int) and key not in keys]:
+        raise ValueError(f"it has state of unknown parameters: {unknown}")
+    if not all(isinstance(kept, Mapping) for kept in state.values()):
+        raise ValueError("the state of each parameter must be a dict")
+    return dict(zip((p for group in groups for p in group["params"]), (state.get(k, {}) for k in keys), strict=True))
+
+
+def check_state(
+    label: str, kept: State, p: Tensor, block: Block, own: Schema, names: Set[str] | None, torchs: bool
+) -> None:
+    """Refuse what was saved of a block's parameter unless it is what the schemas say.
+
+    `own` has all fields that the optimizer knows: a layer's state may be loaded before the model is attached. `names`
+    are what a rule keeps besides, None for a marked state_dict; it has the parameter's dtype if the rule is `torchs`.
     """
-
-    fields: dict[str, tuple[Field, Shapes | None]]
-    rule_shapes: Shapes
-    rule_dtype: torch.dtype | None
-
-
-def expected_of(block: Block, own: Schema, torch_rule: bool) -> Iterator[tuple[Tensor, Expected]]:
-    """What the state of each parameter of a block must be; `own` has all fields that the optimizer knows."""
-    for p in block.parameters:
-        shapes = {tuple(p.shape)} | SCALAR
-        if p is block.weight and block.entry is not None and not block.alone:  # a rule may see the layer as one matrix
-            columns = p.numel() // max(1, block.units)
-            shapes |= {(block.units, columns + more) for more in range(len(block.entry.biases) + 1)}
-        elif block.entry is None and block.group.get("joint") and p.dim() > 1:  # the model may be attached later
-            shapes |= {(len(p), p[0].numel() + more) for more in range(2)}
-        fields: dict[str, tuple[Field, Shapes | None]] = {name: (field, None) for name, field in own.items()}
-        fields["step"] = Field("count", nonnegative=True), SCALAR
-        if not torch_rule:
-            fields["momentum_buffer"] = Field("parameter"), shapes
-        for q, name, field in fields_of(block):
-            if q is p:
-                shape = tuple(shape_of(field, block, p))
-                fields[name] = field, SCALAR if shape in SCALAR else {shape}
-        yield p, Expected(fields, shapes, p.dtype if torch_rule else None)
-
-
-def by_name(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """The state_dict with each group's parameters in the order of `groups`, if only the order of names differs."""
-    if structure_problems(state_dict, groups):
-        return state_dict
-    ordered = []
-    for saved, live in zip(state_dict["param_groups"], groups, strict=True):
-        names, keys = list(live.get("param_names", ())), saved["params"]
-        key_of = dict(zip(saved.get("param_names", ()), keys, strict=False))
-        if key_of.keys() == set(names) and len(key_of) == len(names) == len(keys):
-            saved = {**saved, "params": [key_of[name] for name in names], "param_names": names}
-        ordered.append(saved)
-    return {**state_dict, "param_groups": ordered}
-
-
-def structure_problems(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why the groups of a state_dict, or the numbers of parameters in them, do not match `groups`."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        got = sorted(map(str, state_dict))[:4] if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        return [f"an optimizer's has 'state' and 'param_groups'; got {got}"]
-    saved = state_dict["param_groups"]
-    lists = isinstance(saved, Sequence) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in saved
-    )
-    if not isinstance(state_dict["state"], Mapping) or not lists:
-        return ["'state' must be a dict, 'param_groups' a list of dicts with a list of 'params' each"]
-    if len(saved) != len(groups):
-        return [f"loaded state dict has a different number of parameter groups: {len(saved)}, here {len(groups)}"]
-    theirs, ours = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if theirs == ours:
-        return []
-    sizes = ", ".join(f"group {k} has {n}, here {ours[k]}" for k, n in enumerate(theirs))
-    return [f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: {sizes}"]
-
-
-def group_problems(owner: str, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Hyperparameters of saved groups that a constructor would refuse, too."""
-    found = []
-    for k, group in enumerate(groups):
-        try:
-            options.check(owner, group)
-        except ValueError as error:
-            found.append(f"group {k}: {str(error).rstrip('.')}")
-    return found
-
-
-def all_state_problems(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    expected: Mapping[Tensor, Expected],
-    known: set[str] | None,
-) -> list[str]:
-    """What is wrong with the state of a state_dict whose structure fits.
-
-    Without a mark, names that are neither ours nor in `known` are refused, and all of ours must be there (None: it has
-    a mark).
-    """
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    params = [p for group in groups for p in group["params"]]
-    names = [name for group in groups for name in group.get("param_names", map(str, range(len(group["params"]))))]
-    state = state_dict["state"]
-    found = [f"state of an unknown parameter {key}" for key in state if isinstance(key, int) and key not in keys]
-    for key, name, p in zip(keys, names, params, strict=True):
-        if key in state:
-            found += [f"'{name}' {problem}" for problem in state_problems(state[key], expected[p], known)]
-    return found
-
-
-def state_problems(kept: Any, expected: Expected, known: set[str] | None) -> Iterator[str]:
-    """What is wrong with the state of one parameter."""
-    if not isinstance(kept, Mapping):
-        yield f"has {described(kept)} for its state; a dict is allowed"
-        return
-    optional = {"momentum_buffer", "step"}  # momentum may be asked for later; older formats had no counts
-    required = {name for name, (_, shapes) in expected.fields.items() if shapes is not None} - optional
-    if known is not None:
-        allowed = known | {"momentum_buffer"} | expected.fields.keys()
-        for name in [name for name in kept if name not in allowed]:
-            hint = f" ({RENAMED})" if name == "square_mass" else ""
-            yield f"has {name}, which is no state of this optimizer{hint}"
-        required |= known & {"step"}
-    elif not required & kept.keys():
-        required = set()
-    if kept and (lacking := sorted(required - kept.keys())):
-        yield f"lacks {', '.join(lacking)}"
+    fields = {**own, **({} if torchs else MOMENTUM), **dict.fromkeys(NUMBERS, Field("count", nonnegative=True))}
+    of_rule = shapes_of_rule(block, p)
+    shapes = {"momentum_buffer": of_rule, **dict.fromkeys(NUMBERS, SCALAR)}
+    required = set()
+    for q, name, field in fields_of(block):
+        if q is p:
+            shape = tuple(shape_of(field, block, p))
+            fields[name], shapes[name] = field, SCALAR if shape in SCALAR else {shape}
+            required.add(name)
+    required -= OPTIONAL
+    if names is not None and (unknown := sorted(kept.keys() - fields.keys() - names)):
+        hint = f" ({RENAMED})" if "square_mass" in unknown else ""
+        raise ValueError(f"{label} has {', '.join(unknown)}, which is no state of this optimizer{hint}")
+    whole = names is not None or required & kept.keys()  # marked, of a parameter that was in no layer, or was in one
+    if kept and whole and (lacking := sorted(required - kept.keys())):
+        raise ValueError(f"{label} lacks {', '.join(lacking)}")
     for name, value in kept.items():
-        checked = expected.rule_dtype is not None or name in expected.fields
-        if checked and (problem := value_problem(name, value, expected)):
-            yield f"has {name} {problem}"
+        what, known = f"{label} has {name}", fields.get(name)
+        if name in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
+            value = torch.tensor(float(value))
+        if known is not None:
+            check_value(what, value, shapes.get(name), None if known.per == "parameter" else WIDE, known.nonnegative)
+        elif torchs:
+            check_value(what, value, of_rule, (p.dtype,), name in TORCHS_NONNEGATIVE)
 
 
-def value_problem(name: str, value: Any, expected: Expected) -> str | None:
-    """What is wrong with one value of a parameter's state."""
-    if name in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
-        return None if math.isfinite(value) and value >= 0 else f"= {value}; a finite number >= 0 is allowed"
+def shapes_of_rule(block: Block, p: Tensor) -> Shapes:
+    """Shapes of what a rule keeps of a parameter: its own, or those of the layer as one matrix, biases as columns."""
+    if p is block.weight and block.entry is not None and not block.alone:
+        units, biases = block.units, len(block.entry.biases)
+    elif block.entry is None and block.group.get("joint") and p.dim() > 1:  # the model may be attached later
+        units, biases = len(p), 1
+    else:
+        return {tuple(p.shape)}
+    return {tuple(p.shape)} | {(units, p.numel() // max(1, units) + more) for more in range(biases + 1)}
+
+
+def check_value(
+    what: str, value: Any, shapes: Shapes | None, dtypes: Sequence[torch.dtype] | None, nonnegative: bool
+) -> None:
+    """Refuse a value of another kind; None allows any shape, any dtype of floating-point numbers."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
-        return f"of type {described(value)}; a dense floating-point tensor is allowed"
-    field, shapes = expected.fields.get(name, (None, expected.rule_shapes))
-    if shapes is not None and tuple(value.shape) not in shapes:
-        return f"of shape {list(value.shape)}; {' or '.join(str(list(s)) for s in sorted(shapes))} is allowed"
-    if field is not None and field.per != "parameter" and value.dtype not in (torch.float32, torch.float64):
-        return f"of type {described(value)}; float32 or float64 is allowed"
-    if field is None and value.dim() and value.dtype != (expected.rule_dtype or value.dtype):
-        return f"of type {described(value)}; {expected.rule_dtype}, as its parameter, is allowed"
-    nonnegative = name in TORCHS_NONNEGATIVE if field is None else field.nonnegative
+        raise ValueError(f"{what} of type {described(value)}; a dense floating-point tensor is allowed")
+    if shapes and tuple(value.shape) not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
+        raise ValueError(f"{what} of shape {list(value.shape)}; {allowed} is allowed")
+    if dtypes and value.dtype not in dtypes:
+        allowed = " or ".join(map(str, dtypes))
+        raise ValueError(f"{what} of type {described(value)}; {allowed} is allowed")
     least, own = 0.0 if nonnegative else torch.finfo(value.dtype).min, dtensor.local(value)
-    if value.is_meta or ((own >= least) & (own < torch.inf)).all():
-        return None
-    return "with values that are negative or not finite" if nonnegative else "with values not finite"
+    if not (value.is_meta or ((own >= least) & (own < torch.inf)).all()):
+        raise ValueError(f"{what} with values that are {'negative or ' if nonnegative else ''}not finite")
 
 
 def described(value: Any) -> str:
-    """The type of a value.
-
-    >>> described("text"), described(torch.eye(2).to_sparse()), described(torch.ones(1, dtype=torch.cfloat))
-    ('str', 'tensor (torch.float32, torch.sparse_coo)', 'tensor (torch.complex64)')
-    """
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    layout = "" if value.layout == torch.strided else f", {value.layout}"
-    return f"tensor ({value.dtype}{layout})"
-
-
-def refuse(owner: str, problems: Sequence[str]) -> None:
-    """Raise an error if there are problems."""
-    if problems:
-        more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise ValueError(
-            f"{owner}: this state_dict does not fit, and nothing was loaded: {'; '.join(problems[:LISTED])}{more}."
-        )
+    """The type of a value."""
+    return f"tensor ({value.dtype}, {value.layout})" if isinstance(value, Tensor) else type(value).__name__
 
 
 def step_count(p: Tensor, count: float) -> Tensor:
@@ -222,27 +158,23 @@ def step_count(p: Tensor, count: float) -> Tensor:
 
 
 def restore(
-    state: Mapping[Tensor, dict[str, Any]],
-    params: Sequence[Tensor],
-    saved: Sequence[Mapping[str, Any]],
-    live: Mapping[Tensor, Mapping[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]], saved: Mapping[Tensor, State], live: Mapping[Tensor, State]
 ) -> None:
     """Put what was `saved` of each parameter into its state, in the dtype it was saved in.
 
     Values are copied into `live` tensors where there are any.
     """
-    for p, kept in zip(params, saved, strict=True):
+    for p, kept in saved.items():
         for name, value in kept.items():
             if name == "step":  # torch has a rule of its own for their device, and would share the saved one
                 count = state[p][name]
                 state[p][name] = count.detach().clone() if isinstance(count, Tensor) else step_count(p, count)
             elif isinstance(value, Tensor):
-                state[p][name] = restored(live.get(p, {}).get(name), value, p.device)
-
-
-def restored(live: Any, saved: Tensor, device: torch.device) -> Tensor:
-    """A saved tensor on the parameter's device in its own dtype, inside the live tensor if that fits."""
-    saved = dtensor.matched(saved, live)
-    if isinstance(live, Tensor) and live.shape == saved.shape and live.dtype == saved.dtype and live.device == device:
-        return live.copy_(saved.detach())
-    return saved.detach().to(device, copy=True)
+                old: Any = live.get(p, {}).get(name)
+                new = dtensor.matched(value, old).detach()
+                fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
+                    new.shape,
+                    new.dtype,
+                    p.device,
+                )
+                state[p][name] = old.copy_(new) if fits else new.to(p.device, copy=True)

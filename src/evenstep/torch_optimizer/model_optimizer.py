@@ -2,9 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
+from ..rules.torch_class import TorchClass
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
@@ -34,6 +34,7 @@ class ModelOptimizer(Optimizer):
 
     coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
     rule: Rule = GradientRule()
+    _torch_rules: Sequence[TorchClass] = ()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
     process_group: Any
 
@@ -60,12 +61,13 @@ class ModelOptimizer(Optimizer):
         self._complete = False  # whether every parameter has its state
         self._warned: set[str] = set()
         self._nonfinite = torch.zeros((), dtype=torch.int64)
+        self._loading: dict[Tensor, Any] = {}  # state that is about to be loaded
         self.process_group = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
-        own = {k: self.__dict__[k] for k in (*self._copied, "_whole") if k in self.__dict__}
-        return {**super().__getstate__(), **own, "process_group": self.process_group}
+        own = {k: vars(self)[k] for k in (*self._copied, "_whole", "process_group") if k in vars(self)}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled optimizer has its groups and state, but no model until `attach`."""
@@ -106,16 +108,8 @@ class ModelOptimizer(Optimizer):
                 f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
                 "from the model, or from that model's parameters."
             )
-        former = self._statistics.model or model
-        if self.needs and groups.keys() & {id(p) for p in former.parameters()} - present:
-            self._warn(
-                "former",
-                f"attach() watches one model: parameters of the {type(former).__name__} attached before are trained in "
-                "plain coordinates from now on; give each model an optimizer of its own, or attach one module that "
-                "holds both.",
-            )
         self.detach()
-        self._members = groups.keys() & (present | self._members if former is model else present)
+        self._members = groups.keys() & (present | self._members)
         entries, self._left_out = survey(model, lambda name, p: excluded(groups.get(id(p), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in groups for p in [e.weight, *e.biases])]
         limits = [groups.get(id(entry.weight), {}).get("rows") for entry in trained]
@@ -150,8 +144,7 @@ class ModelOptimizer(Optimizer):
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         if self._whole:
             follow_model(self.param_groups, model, self._members)
-            kept = {id(p) for group in self.param_groups for p in group["params"]}
-            for p in [p for p in self.state if id(p) not in kept]:
+            for p in self.state.keys() - {p for group in self.param_groups for p in group["params"]}:
                 del self.state[p]
         self.attach(model)
 
@@ -201,14 +194,6 @@ class ModelOptimizer(Optimizer):
         """What the optimizer itself says of a parameter in `coverage()`: the rule that moves it, if it has several."""
         return ""
 
-    def __repr__(self) -> str:
-        """torch's own, with the coverage in one line."""
-        try:
-            summary = self.coverage().summary()
-        except RuntimeError as error:  # a layer has changed
-            summary = str(error)
-        return f"{super().__repr__()}\ncoverage: {summary}"
-
     def fired(self) -> dict[str, tuple[float, float]]:
         """How often each guard fired since the start, per layer: share of inputs raised, share of units held back."""
         shares: dict[str, tuple[float, float]] = {}
@@ -248,52 +233,53 @@ class ModelOptimizer(Optimizer):
         """The evenstep class that a checkpoint belongs to, for subclasses, too."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
-    def _torch_state(self) -> tuple[set[str], bool]:
-        """Names of state beyond the fields of coordinates and rule; whether all state has a torch rule's shapes."""
-        return {"step"}, False
-
-    def _check(self, state_dict: Any, mark: Mapping[str, Any] | None) -> None:
-        """Refuse a state_dict that does not fit, before anything is changed."""
-        refuse = partial(checkpoints.refuse, self._owner)
-        refuse([] if mark is None else checkpoints.mark_problems(mark, self._writer()))
-        refuse(checkpoints.structure_problems(state_dict, self.param_groups))
+    def _check(self, state_dict: dict[str, Any], mark: Mapping[str, Any] | None) -> None:
+        """Refuse hyperparameters and state that do not fit."""
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
-        refuse(checkpoints.group_problems(self._owner, groups))
-        names, torchs = self._torch_state()
+        for group in groups:
+            options.check(self._owner, group)
+        names = {name for rule in self._torch_rules for name in rule.keeps}
+        torchs = bool(self._torch_rules) and all(rule.is_torchs for rule in self._torch_rules)
         own = {**self.coordinates.state, **self.rule.state(0.0)}
-        expected: dict[Tensor, checkpoints.Expected] = {}
-        for block in self._blocks(lambda p: True, groups):  # state is what it would be with the saved options
-            expected |= checkpoints.expected_of(block, own, torchs)
-        known = names if mark is None else None
-        refuse(checkpoints.all_state_problems(state_dict, self.param_groups, expected, known))
+        self._loading = checkpoints.saved_of(state_dict, self.param_groups)
+        blocks = {p: block for block in self._blocks(lambda p: True, groups) for p in block.parameters}
+        for group in self.param_groups:  # state is what it would be with the saved options
+            for name, p in zip(group.get("param_names", range(len(group["params"]))), group["params"], strict=True):
+                of_rule = None if mark else names, torchs
+                checkpoints.check_state(f"'{name}'", self._loading[p], p, blocks[p], own, *of_rule)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
         A state_dict that does not fit is refused before anything is changed. Values are copied into live tensors where
-        there are any, since CUDA graphs hold those. A group with the same names in another order is loaded by name.
+        there are any, since CUDA graphs hold those.
         """
         mark = checkpoints.mark_of(state_dict)
-        if not hasattr(state_dict, "copy"):  # torch calls it before the hook below
-            self._check(state_dict, mark)
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
-        final: dict[str, Any] = {}
 
         def check(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            loaded = checkpoints.by_name(loaded, self.param_groups)
-            self._check(loaded, mark)
-            final.update(loaded)
-            return final
+            try:
+                if mark is not None:
+                    checkpoints.check_mark(mark, self._writer())
+                checkpoints.check_structure(loaded, self.param_groups)
+                pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
+                loaded = {**loaded, "param_groups": [checkpoints.in_order(*pair) for pair in pairs]}
+                self._check(loaded, mark)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self._owner}: this state_dict does not fit, and nothing was loaded: {error}"
+                ) from error
+            return loaded
 
         handle = self.register_load_state_dict_pre_hook(check)
         try:
-            super().load_state_dict(state_dict)
+            # torch copies it before the hook, which refuses what is no dict
+            super().load_state_dict(state_dict if isinstance(state_dict, Mapping) else {})
+            checkpoints.restore(self.state, self._loading, live)
         finally:
             handle.remove()
-        ids = [k for group in final["param_groups"] for k in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        checkpoints.restore(self.state, params, [final["state"].get(k, {}) for k in ids], live)
+            self._loading = {}
         self._complete = False
         self._recentre()
 

@@ -36,17 +36,12 @@ def pieces(block: Block, units: int, columns: int) -> int:
     """
     if columns <= LONG or units >= FEW:
         return 1
-    lengths = [n for n in range(PIECE, LEAST - 1, -1) if columns % n == 0] if block.entry is None else []
-    even = [n for n in lengths if n % 8 == 0]
-    return columns // (even or lengths)[0] if lengths else 0
+    lengths = [n for n in range(PIECE, LEAST - 1, -8) if columns % n == 0] if block.entry is None else []
+    return columns // lengths[0] if lengths else 0
 
 
 def aligned(number: int) -> int:
-    """The next multiple of `ALIGNED`.
-
-    >>> aligned(17)
-    32
-    """
+    """The next multiple of `ALIGNED`."""
     return -(-number // ALIGNED) * ALIGNED
 
 
@@ -103,7 +98,7 @@ SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name,
 
 
 def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
-    """The table of settings; a stepsize that is a tensor on another device is 0."""
+    """The table of settings; a stepsize that is a tensor is 0 here."""
     rows = []
     for block in blocks:
         group, row = block.group, [0.0] * spec.SETTINGS
@@ -111,7 +106,7 @@ def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
             (spec.RATE, spec.BIAS_RATE), (spec.DECAYED, spec.BIAS_DECAYED), block.param_groups, strict=False
         ):
             lr = own["lr"]
-            row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
+            row[column] = 0.0 if isinstance(lr, Tensor) else lr
             row[decay_column] = own["weight_decay"]
         for column, (name, none) in spec.OF_GROUP.items():
             row[column] = none if group.get(name) is None else group[name]
