@@ -14,35 +14,25 @@ from evenstep.model.experts import ExpertsKind, two_rows
 from helpers import PAPER, assert_all_moved, coverage_of, every_optimizer, moved_by, randn, weights
 
 
-def gated(y, gate):
-    """What goes into an expert's last layer."""
-    if not gate:
-        return y
-    gate, up = y.chunk(2, -1)
-    return functional.silu(gate) * up
-
-
 class Experts(nn.Module):
     """Stacked weights of 4 experts, laid out and called as Transformers does since version 5."""
 
-    def __init__(self, hidden=3, inner=5, bias=False, transposed=False, gate=True):
+    def __init__(self, hidden=3, inner=5, bias=False, transposed=False):
         super().__init__()
-        self.is_transposed, self.gate = transposed, gate
-        shapes = [(4, (2 if gate else 1) * inner, hidden), (4, hidden, inner)]
-        first = "gate_up_proj" if gate else "up_proj"
-        for name, shape in zip((first, "down_proj"), shapes, strict=True):
+        self.is_transposed = transposed
+        shapes = {"gate_up_proj": (4, 2 * inner, hidden), "down_proj": (4, hidden, inner)}
+        for name, shape in shapes.items():
             weight = torch.randn(shape) / 2
             self.register_parameter(name, nn.Parameter(weight.mT.contiguous() if transposed else weight))
             if bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(shape[:2])))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        first = "gate_up_proj" if self.gate else "up_proj"
         output = torch.zeros_like(hidden_states)
         for expert in range(4):
             token, place = torch.where(top_k_index == expert)
-            y = gated(self.project(first, hidden_states[token], expert), self.gate)
-            y = self.project("down_proj", y, expert) * top_k_weights[token, place, None]
+            gate, up = self.project("gate_up_proj", hidden_states[token], expert).chunk(2, -1)
+            y = self.project("down_proj", functional.silu(gate) * up, expert) * top_k_weights[token, place, None]
             output = output.index_add(0, token, y)
         return output
 
@@ -70,7 +60,6 @@ STACKS = {
     "gated": {},
     "transposed": {"transposed": True},
     "transposed, biased": {"transposed": True, "bias": True},
-    "without gate": {"gate": False},
 }
 
 
@@ -87,8 +76,7 @@ def test_fused_experts_step_like_a_layer_for_each_expert(stack):
     for name, p in parameters.items():
         if "down" in name:
             assert_close(moved[p], -0.02 * p.grad / math.sqrt(5))
-    first = "gate_up_proj" if model.gate else "up_proj"
-    weight, bias = parameters[first], parameters.get(f"{first}_bias")
+    weight, bias = model.gate_up_proj, parameters.get("gate_up_proj_bias")
     for k in range(4):
         grad, step = (t[k].T if model.is_transposed else t[k] for t in (weight.grad, moved[weight]))
         biases = [] if bias is None else [bias.grad[k]]

@@ -14,16 +14,15 @@ from .layer_kind import Args, Kwargs, LayerKind, Looks, Slot
 
 
 class ExpertsKind(LayerKind):
-    """A first projection (`gate_up_proj` or `up_proj`) whose input is visible, and a `down_proj` whose input is not.
+    """A `gate_up_proj`, whose input is visible, and a `down_proj`, whose input is not.
 
-    The input of `down_proj` is an activation inside the module. Reading it would mean running the experts twice.
+    That input is an activation inside the module. Reading it would mean running the experts twice.
     """
 
     def slots(self, module: nn.Module) -> Sequence[Slot]:
-        """The first projection, then `down_proj`; the module's output mixes experts, so no gradient is visible."""
-        first = first_projection(module)
+        """Both projections; the module's output mixes experts, so no gradient is visible."""
         return [
-            Slot(first, f"{first}_bias", output_visible=False),
+            Slot("gate_up_proj", "gate_up_proj_bias", output_visible=False),
             Slot("down_proj", "down_proj_bias", input_visible=False, output_visible=False),
         ]
 
@@ -66,19 +65,14 @@ def experts_of(module: nn.Module) -> LayerKind | None:
     Since version 5 they say whether they are transposed. A wrapped forward still has the module of the one it wraps; a
     subclass's own forward has not.
     """
-    forward, first = type(module).forward, first_projection(module)
-    if not (getattr(forward, "__module__", "").startswith("transformers.models.") and hasattr(module, "is_transposed")):
+    forward = getattr(type(module).forward, "__module__", "")
+    if not (forward.startswith("transformers.models.") and hasattr(module, "is_transposed")):
         return None
-    stacked = [module._parameters.get(name) for name in (first, "down_proj")]
+    stacked = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     if any(w is None or w.dim() != 3 for w in stacked):
         return None
     # the fused step takes biases that are vectors; stacks with biases are transposed, so that it never gets them
-    return EXPERTS if module.is_transposed or module._parameters.get(f"{first}_bias") is None else None
-
-
-def first_projection(module: nn.Module) -> str:
-    """The name of the projection that experts apply to their input."""
-    return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj"
+    return EXPERTS if module.is_transposed or module._parameters.get("gate_up_proj_bias") is None else None
 
 
 EXPERTS = ExpertsKind()
