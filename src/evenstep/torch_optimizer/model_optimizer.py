@@ -137,8 +137,7 @@ class ModelOptimizer(Optimizer):
         """Look at the model again after surgery on its layers.
 
         An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
-        ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
-        from parameters keeps to those.
+        ones into its first group; parameters that never were the model's stay. One built from parameters keeps those.
         """
         model = self._statistics.model
         if model is None:
@@ -253,8 +252,8 @@ class ModelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        A state_dict that does not fit is refused before anything is changed. Values are copied into live tensors where
-        there are any, since CUDA graphs hold those.
+        A state_dict that does not fit is refused before anything is changed. Parameters in another order are matched by
+        name. Values are copied into live tensors where there are any, since CUDA graphs hold those.
         """
         mark = checkpoints.mark_of(state_dict)
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}
