@@ -146,14 +146,6 @@ def test_plain_lr_follows_schedules_and_may_be_set_in_a_group(first, foreach):
         assert_close(moved[model[1].bias], -expected * model[1].bias.grad)
 
 
-def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    optimizer = evenstep.CanonicalSGD(model, lr=0.0)
-    optimizer.param_groups[0]["lr"] = 1e-4
-    with pytest.warns(UserWarning, match="CanonicalSGD: plain_lr was given with lr=0"):
-        descend(optimizer, model(torch.randn(4, 3)).square().sum())
-
-
 def test_groups_added_later_are_covered_train_and_need_no_names():
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = evenstep.WhitenedSGD(model)

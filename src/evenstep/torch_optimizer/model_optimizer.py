@@ -102,11 +102,10 @@ class ModelOptimizer(Optimizer):
 
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer trains."""
-        groups, present = self._groups(), {id(p) for p in model.parameters()}
+        name, groups, present = type(model).__name__, self._groups(), {id(p) for p in model.parameters()}
         if not groups.keys() & present:
             raise ValueError(
-                f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
-                "from the model, or from that model's parameters."
+                f"{self._owner}: none of the parameters of this {name} is in the optimizer; build it from them."
             )
         self.detach()
         self._members = groups.keys() & (present | self._members)
@@ -121,11 +120,7 @@ class ModelOptimizer(Optimizer):
         if self.needs:
             self._statistics.attach(self)
             if not trained:
-                self._warn(
-                    "coverage",
-                    f"no layer of this {type(model).__name__} is covered, so every parameter is trained in plain "
-                    "coordinates; opt.coverage() says why.",
-                )
+                self._warn("coverage", f"no layer of this {name} is covered: all is plain; opt.coverage() says why.")
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""

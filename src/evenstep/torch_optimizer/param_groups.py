@@ -12,9 +12,7 @@ def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any
     if not isinstance(params, nn.Module):
         return params, model
     if model is not None and model is not params:
-        raise ValueError(
-            f"{owner}: give the model once, as the first argument or as model=; got two different modules."
-        )
+        raise ValueError(f"{owner}: give the model once, as the first argument or as model=; got two modules.")
     named = list(params.named_parameters())
     if not named:
         raise ValueError(f"{owner}: the module {type(params).__name__} has no parameters to train.")
