@@ -161,8 +161,7 @@ def why_unknown(bn: nn.Module, fitting: _BatchNorm) -> str | None:
     if bn.num_batches_tracked is not None and not bn.num_batches_tracked:
         return "has seen no batch yet, so its statistics mean nothing; train first"
     if not (isinstance(bn, (type(fitting), nn.SyncBatchNorm)) and bn.num_features == fitting.num_features):
-        needed = f"{type(fitting).__name__}({fitting.num_features})"
-        return f"has {bn.num_features} features; the layer before it needs {needed}"
+        return f"has {bn.num_features} features; the layer before it needs {fitting}"
     return None
 
 

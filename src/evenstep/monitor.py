@@ -1,7 +1,4 @@
-"""Curvature monitor: how well the running moments fit each batch, which inputs are dead, how often the guards act.
-
-The paper's authors looked at these by hand (§4.4). docs/guards.md lists what is normal, with the runs behind it.
-"""
+"""Curvature monitor: how well the moments fit, dead inputs, guards at work (§4.4). docs/guards.md: what is normal."""
 
 from collections import Counter, deque
 from typing import Any, NamedTuple
