@@ -19,17 +19,12 @@ SLOTS = 16
 PROGRAMS = 768  # more than these only wait for each other
 TALL = {16: 64, 32: 32}  # rows at a time, for so many inputs; by measurement on an H200
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def available() -> bool:
-    """Whether Triton is there."""
-    return find_spec("triton") is not None
+AVAILABLE = find_spec("triton") is not None
 
 
 def slots(like: Tensor, device: torch.device | None = None) -> int:
     """How many slots sums need: several where the kernel runs."""
-    return SLOTS if (device or like.device).type == "cuda" and available() else 1
+    return SLOTS if (device or like.device).type == "cuda" and AVAILABLE else 1
 
 
 def serves(x: Tensor, slots: Tensor) -> bool:

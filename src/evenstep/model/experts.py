@@ -14,10 +14,7 @@ from .layer_kind import Args, Kwargs, LayerKind, Looks, Slot
 
 
 class ExpertsKind(LayerKind):
-    """A `gate_up_proj`, whose input is visible, and a `down_proj`, whose input is not.
-
-    That input is an activation inside the module. Reading it would mean running the experts twice.
-    """
+    """A `gate_up_proj`, whose input is visible, and a `down_proj`, whose input is an activation inside the module."""
 
     def slots(self, module: nn.Module) -> Sequence[Slot]:
         """Both projections; the module's output mixes experts, so no gradient is visible."""

@@ -45,8 +45,7 @@ class ForwardState:
 
     running = False  # a forward pass is running
     started = False  # there was one, so that a backward pass may run parts of it again, as reentrant checkpointing does
-    saw_rows = False  # an eager call had rows
-    saw_empty = False  # an eager call had none
+    saw_rows: bool | None = None  # whether an eager call had rows; None if there was no call
     last: Any = None  # the statistics of the layer that was called last, eagerly
 
     def __init__(self) -> None:
@@ -78,16 +77,15 @@ class ForwardState:
         """Whether the current call is part of a forward pass."""
         return self.running or (not torch.compiler.is_compiling() and self.started and graph_task_id() != -1)
 
-    def note(self, layer: "LayerStatistics", *, empty: bool) -> None:
-        """Note an eager call of a layer."""
-        self.saw_rows |= not empty
-        self.saw_empty |= empty
+    def note(self, layer: "LayerStatistics", rows: bool) -> None:
+        """Note an eager call of a layer, and whether it had `rows`."""
+        self.saw_rows = self.saw_rows or rows
         if graph_task_id() == -1:  # reentrant checkpointing calls early layers again during the backward pass
             self.last = layer
 
     def clear(self) -> None:
         """Start over after a step."""
-        self.running = self.started = self.saw_rows = self.saw_empty = False
+        self.running, self.started, self.saw_rows = False, False, None
 
 
 class LayerStatistics:

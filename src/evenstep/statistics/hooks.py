@@ -90,7 +90,7 @@ class LayerHook(Hook):
                     self.plans.clear()
                 (call,) = filter(None, self.kind.look(module, args, kwargs, output, self.batch_dim))
                 plan = self.plans[key] = self.first.plan(call)
-            self.forwards.note(self.first, empty=False)
+            self.forwards.note(self.first, rows=True)
             self.first.add_planned_call(x, plan)
             return None
         with torch.no_grad():
@@ -99,7 +99,7 @@ class LayerHook(Hook):
                 if layer is None or look is None:
                     continue
                 if eager:
-                    self.forwards.note(layer, empty=look.applied == 0)
+                    self.forwards.note(layer, rows=look.applied > 0)
                 if look.applied:
                     layer.add_call(look._replace(x=dtensor.visible(look.x, look.dim)))
         return self._hook_gradient(output)

@@ -62,8 +62,7 @@ class CoordinateOptimizer(ModelOptimizer):
         None after an empty batch: nothing moves.
         """
         first = not self._complete
-        forwards = self._statistics.forwards
-        busy = forwards.saw_rows or not forwards.saw_empty
+        busy = self._statistics.forwards.saw_rows is not False
         alone = not (dist.is_available() and dist.is_initialized())
         ranks = None if alone else reduce.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()

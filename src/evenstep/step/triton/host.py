@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.input_sums import SLOTS, available
+from ...kernels.input_sums import AVAILABLE, SLOTS
 from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
@@ -58,7 +58,7 @@ def serves(block: Block) -> bool:
 
 def runs_on(weight: Tensor) -> bool:
     """Whether there are kernels for the device and the dtype of a weight."""
-    return weight.device.type == "cuda" and weight.dtype in KINDS and available()
+    return weight.device.type == "cuda" and weight.dtype in KINDS and AVAILABLE
 
 
 class TritonStep:
