@@ -3,7 +3,7 @@
 To add one: a class here, used by an optimizer class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,10 +98,14 @@ class RuleStep:
         """A field of the blocks' state, packed."""
         return self.wide([pack(self.live(name))])[0]
 
-    def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
-        """Write a packed field back, unless the mask `ok` says that the step does not count."""
-        live = self.live(name)
-        foreach.copy_(live, unpack(value if ok is None else torch.where(ok, value, self.read(name)), live))
+    def write(self, values: Mapping[str, Tensor], ok: Tensor | None) -> None:
+        """Write packed fields back, unless the mask `ok` says that the step does not count."""
+        old, new = list[Tensor](), list[Tensor]()
+        for name, value in values.items():
+            live = self.live(name)
+            old += live
+            new += unpack(value if ok is None else torch.where(ok, value, self.read(name)), live)
+        foreach.copy_(old, new)
 
     def buffers(self, name: str) -> list[Tensor]:
         """A field per parameter of all blocks, as this rank has it: weights, then biases."""

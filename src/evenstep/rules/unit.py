@@ -44,8 +44,7 @@ def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_lay
     k, after = gain(mass, decay)
     k = k if corrected else torch.full_like(k, 1 - decay)
     average = torch.lerp(average, square.expand(average.shape), k if per_layer else step.units.widen(k))
-    step.write("square", average, ok)
-    step.write("square_mass", after, ok)
+    step.write({"square": average, "square_mass": after}, ok)
     return average
 
 

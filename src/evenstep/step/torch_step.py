@@ -262,8 +262,7 @@ class TorchStep(RuleStep):
         after = self.coordinates.after(self.kept, self.batch, self.layers)
         if ok is not None:
             after = {name: torch.where(ok, new, self.kept[name]) for name, new in after.items()}
-        for name, value in after.items():
-            self.write(name, value, None)
+        self.write(after, None)
         if "mx" in after:
             centre = after["mx"]
             if not self.batch.complete:  # some layers may have no moments yet
