@@ -86,12 +86,12 @@ class LayerStatistics:
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
-    - `settled`: `centre` is known to be the running mean, which all ranks share.
+    - `settled`: `centre` is known to be the running mean, which all ranks share; `centred`: it is known not to be NaN.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
-    settled = False
+    settled = centred = False
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class LayerStatistics:
             self.tally.add_(first)
             self.seen.copy_(clock)
         if x is not None:
-            known = self.settled or not self.inputs or not math.isnan(self.centre[0].item())
-            self._add_sums(x, plan.look.dim, centred=known)
+            self.centred = self.centred or not self.inputs or not math.isnan(self.centre[0].item())
+            self._add_sums(x, plan.look.dim, centred=self.centred)
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -223,6 +223,8 @@ class LayerStatistics:
             total.add_(found)
 
 
-def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor]) -> None:
-    """Sum the next batch about these centres: running means, or NaN for its first row."""
+def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:
+    """Sum the next batch about these centres: running means, or NaN for its first row, which none is if `known`."""
     foreach.copy_([layer.centre for layer in layers], centres)
+    for layer in layers:
+        layer.centred = known
