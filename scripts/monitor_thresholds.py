@@ -136,8 +136,9 @@ def tables(path: Path) -> None:
     print("healthy: events of each run", [len(metrics["events"]) for _, metrics in healthy])
     for fault, kind in FAULTS.items():
         runs = [metrics["events"] for config, metrics in found if config["fault"] == fault]
-        told = [[e["step"] for e in events if e["kind"] == kind and not e["over"]] for events in runs]
-        delays = [steps[0] - (0 if fault == "lr x 30" else AT - 1) for steps in told if steps]
+        before = 0 if fault == "lr x 30" else AT - 1
+        told = [[e["step"] for e in events if e["kind"] == kind and e["step"] > before] for events in runs]
+        delays = [steps[0] - before for steps in told if steps]
         print(f"| {fault} | {kind} | {sum(d <= 10 for d in delays)} of {len(told)} | {min(delays)} to {max(delays)} |")
 
 

@@ -122,7 +122,6 @@ LAYERS = {
     "strided": LayerCase(lambda: nn.Conv2d(3, 2, (3, 2), stride=(2, 1)), (3, 6, 4)),
     "padded-zeros": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(2, 1)), (3, 4, 4)),
     "padded-reflect": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(1, 2), padding_mode="reflect"), (3, 4, 4)),
-    "padded-replicate": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=(2, 1), padding_mode="replicate"), (3, 4, 4)),
     "padded-circular": LayerCase(lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), (3, 4, 4)),
     "padded-same": LayerCase(lambda: nn.Conv1d(3, 2, 4, padding="same", dilation=2), (3, 6)),
     "grouped": LayerCase(lambda: nn.Conv2d(6, 4, 2, groups=2), (6, 4, 4)),

@@ -17,7 +17,6 @@ import evenstep
 from cases import OPTIMIZERS, RUNS_TORCH_RULES
 from helpers import (
     UNGUARDED,
-    Forward,
     assert_resumes,
     assert_same,
     classify,
@@ -447,24 +446,6 @@ def test_an_empty_batch_does_nothing(case):
     descend(optimizer, functional.cross_entropy(model(x), y, reduction="sum"))
     assert all(still(model, before))
     assert same(state, state_of(optimizer))
-
-
-@pytest.mark.feature("empty batches")
-@every_optimizer
-@pytest.mark.parametrize("first", [True, False])
-def test_what_has_a_gradient_moves_beside_layers_that_saw_an_empty_batch(case, first):
-    def forward(self, at):
-        return self.table.weight.square().mean() + self.head(self.table(at)).square().sum()
-
-    model = Forward(forward, table=nn.Embedding(5, 4), head=nn.Linear(4, 2))
-    optimizer = case.build(model)
-    for at in ([] if first else [[0, 1, 2]]) + [[], [], [3, 4]]:
-        before = weights(model)
-        descend(optimizer, model(torch.tensor(at, dtype=torch.int64)))
-        table, *head = still(model, before)
-        assert not table
-        if case.cls is not evenstep.BlockNaturalSGD:  # it watches no forward
-            assert head == [not at] * 2
 
 
 @every_optimizer

@@ -89,27 +89,17 @@ def test_sweeps_vary_one_thing_at_a_time(device, usual):
 def test_a_suite_names_every_row_of_its_device(monkeypatch):
     monkeypatch.setattr(usage, "usable_device", lambda name: None)
     rows = command.settings(command.Options(suite="gpu", against=SRC))
-    assert [(s.model, s.compiled, s.channels_last) for s in rows] == [
-        ("resnet50", False, True), ("alexnet", False, False), ("gpt2-small", False, False),
-        ("gpt2-small", True, False), ("vit-b16", True, False), ("vit-b16", False, False),
-    ]  # fmt: skip
+    assert {s.model for s in rows} == {"resnet50", "alexnet", "gpt2-small", "vit-b16"}
     assert all(s.device == "cuda" and s.autocast and s.rounds == 12 and s.against == SRC for s in rows)
     [one] = command.settings(command.Options(goals=True, model=("paper-cnn-4",), rounds=3, contenders=("sgd",)))
     assert (one.model, one.threads, one.rounds, one.contenders) == ("paper-cnn-4", 1, 3, ("sgd",))
 
 
-def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    real, out = bench.run, tmp_path / "new" / "bench.jsonl"
-
-    def run(setting, on_round):
-        if setting.batch == 4:
-            raise RuntimeError("out of memory")
-        return real(setting, on_round)
-
-    monkeypatch.setattr(bench, "run", run)
-    words = ["--model", "mlp", "--contenders", "sgd", "batch-norm", "sgd", "--rounds", "2", "--batch", "4", "2"]
+def test_a_failed_comparison_does_not_end_the_others(tmp_path, capsys):
+    out = tmp_path / "new" / "bench.jsonl"
+    words = ["--model", "paper-cnn", "--contenders", "sgd", "batch-norm", "sgd", "--rounds", "2", "--batch", "1", "2"]
     shown = printed(capsys, "bench", *words, "--records", out, code=1)
-    assert "mlp, batch 4, eager: failed: out of memory" in shown and shown.count("  sgd ") == 1
+    assert "paper-cnn, batch 1, eager: failed: Expected more than 1 value" in shown and shown.count("  sgd ") == 1
     assert [record["config"]["batch"] for record in records.read(out)] == [2]
 
 
@@ -118,7 +108,6 @@ def test_a_failed_comparison_does_not_end_the_others(tmp_path, monkeypatch, caps
     [
         (["--model", "gpt-tiny", "--contenders", "batch-norm"], "cannot have batch-norm; add a contender"),
         (["--model", "mlp", "--channels-last"], "mlp, eager, channels_last: failed: required rank 4 tensor"),
-        (["--model", "paper-cnn", "--batch", "1"], "paper-cnn, batch 1, eager: failed: Expected more than 1 value"),
     ],
 )
 def test_settings_that_contradict_each_other_fail_in_a_line(words, told, tmp_path, capsys):

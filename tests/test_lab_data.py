@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import lzma
 import pickle
 from functools import partial
 from importlib import resources
@@ -49,7 +48,6 @@ def test_damaged_embedded_file_is_named(tmp_path):
     path.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"images\.npz\.xz: sha256 is .* damaged"):
         data.fashion_mnist_subset(path)
-    assert len(lzma.decompress(whole)) > 5000 * 784
 
 
 @pytest.mark.parametrize("given", ["", "cifar-10-batches-py"])

@@ -150,15 +150,6 @@ def test_every_method_trains(method):
     assert reading.is_run(reading.clean(json.loads(json.dumps(record, allow_nan=False))))
 
 
-def test_same_trial_same_numbers_and_options_reach_the_optimizer():
-    def losses(**options):
-        record = alone(Trial("sg", 0.1, epochs=2, batch_size=4, options=options), small_arrays())
-        return [row["train_loss"] for row in record["metrics"]]
-
-    assert losses() == losses()
-    assert losses() != losses(momentum=0.9)
-
-
 def trained_on(data, out, monkeypatch):
     monkeypatch.setattr(shared, "load", lambda options: data)
     return run_training.main(run_training.Options(method="sg", lr="0.1", epochs=1, batch_size=5, out=out))

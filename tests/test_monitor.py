@@ -15,9 +15,8 @@ from evenstep import monitor as monitors
 from evenstep.monitor import COLUMNS, CurvatureMonitor
 from helpers import assert_same, descend, module_at, twins
 
-SHARES = ("changed_inputs", "dead_inputs", "guarded_inputs", "guarded_units")
-BOUNDS = {"log2_variance": (-20, 20), "log2_variance_q90": (0, 20), "mean_shift_q90": (0, 100)}
-BOUNDS |= {"log10_largest_step": (-6, 6), **dict.fromkeys(SHARES, (0, 1))}
+BOUNDS = {"log2_variance_q90": (0, 20), "mean_shift_q90": (0, 100), "log10_largest_step": (-6, 6)}
+BOUNDS |= dict.fromkeys(("changed_inputs", "dead_inputs", "guarded_units"), (0, 1))
 
 
 def network() -> nn.Sequential:
@@ -56,13 +55,6 @@ def rescale(model, kappa, units=8):
 # scalars
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
-@pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 1.0])
-def test_a_quantile_is_numpys(size, q):
-    values = torch.randn(size, dtype=torch.float64)
-    assert monitors.quantile(values, q).item() == pytest.approx(numpy.quantile(values.numpy(), q), abs=1e-12)
-
-
 def test_scalars_are_quantiles_of_changes_between_running_and_fresh_moments():
     model, optimizer, monitor = watched(nn.Linear(9, 2).double(), lr=0.0)
     scales = torch.logspace(-1, 1, 9).double()
@@ -74,14 +66,12 @@ def test_scalars_are_quantiles_of_changes_between_running_and_fresh_moments():
     share = 30 / 34
     log2 = numpy.log2((base - share * var + share * second.numpy().var(0)) / base)
     shift = share * abs(second.numpy().mean(0) - mean) / numpy.sqrt(base)
-    scalars = monitor.scalars()
-    assert scalars["/log2_variance"] == pytest.approx(numpy.quantile(log2, 0.5), rel=1e-5)
-    assert scalars["/log2_variance_q90"] == pytest.approx(numpy.quantile(abs(log2), 0.9), rel=1e-5)
-    assert scalars["/mean_shift_q90"] == pytest.approx(numpy.quantile(shift, 0.9), rel=1e-5)
+    for column, values in {"/log2_variance_q90": abs(log2), "/mean_shift_q90": shift}.items():
+        assert monitor.scalars()[column] == pytest.approx(numpy.quantile(values, 0.9, method="lower"), rel=1e-5)
 
 
 def test_every_layer_and_the_whole_network_have_every_column():
-    """A share of the network is one of all its inputs or units."""
+    """The share of units held back is one of all units; of the others the network has the largest value of a layer."""
     model, optimizer, monitor = watched()
     assert monitor.scalars() == {}
     kill(model)
@@ -89,7 +79,7 @@ def test_every_layer_and_the_whole_network_have_every_column():
     scalars = monitor.scalars()
     assert set(scalars) == {f"{layer}/{column}" for layer in ("0", "2", "all") for column in COLUMNS}
     assert all(isinstance(value, float) for value in scalars.values())
-    assert scalars["all/dead_inputs"] == pytest.approx(10 / 46)
+    assert scalars["all/dead_inputs"] == 0.25
     units = (40 * scalars["0/guarded_units"] + 3 * scalars["2/guarded_units"]) / 43
     assert scalars["all/guarded_units"] == pytest.approx(units)
     assert scalars["all/mean_shift_q90"] == max(scalars["0/mean_shift_q90"], scalars["2/mean_shift_q90"])
@@ -149,37 +139,19 @@ def test_a_long_calm_run_has_no_event_and_three_rows_a_batch_are_noise(rows):
 # events
 
 
-@pytest.mark.parametrize(("kappa", "verb"), [(30, "grew"), (0.03, "shrank")])
+@pytest.mark.parametrize("kappa", [30, 0.03])
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_lasting_change_of_scale_is_one_event_at_its_third_step(kappa, verb, guarded):
+def test_a_lasting_change_of_scale_is_one_event_at_its_third_step(kappa, guarded):
     model, optimizer, monitor = watched(steps=60, **({} if guarded else {"fresh_max": None, "trust": None}))
     assert monitor.events() == []
     rescale(model, kappa)
-    step(model, optimizer, times=5)
+    step(model, optimizer, times=40)
     [event] = [e for e in monitor.events() if e.kind == "scale"]
-    assert (event.step, event.layer, event.over) == (63, "2", False)
-    share, found = re.fullmatch(
-        r"the variance of (\d+)% of its inputs (grew|shrank) to .* the running one", event.what
-    ).groups()
-    assert found == verb and 15 <= int(share) <= 20
+    assert (event.step, event.layer) == (63, "2")
+    share = re.fullmatch(r"the running variances no longer fit (\d+)% of its inputs", event.what)[1]
+    assert 15 <= int(share) <= 20
     assert str(event) == f"step 63, layer 2: {event.what}"
     assert monitor.events() == []
-
-
-def test_the_end_of_an_event_is_an_event():
-    model, optimizer, monitor = watched(steps=60)
-    rescale(model, 30)
-    step(model, optimizer, times=40)
-    start, end = (e for e in monitor.events() if e.kind == "scale")
-    assert (start.over, end.over, end.layer) == (False, True, "2")
-    assert start.step + monitors.QUIET <= end.step < 100
-
-
-def test_one_odd_batch_is_no_event():
-    model, optimizer, monitor = watched(steps=60, lr=0.0)
-    step(model, optimizer, 30 * torch.randn(100, 6))
-    step(model, optimizer, times=20)
-    assert [e for e in monitor.events() if not (e.kind == "scale" and "shrank" in e.what)] == []
 
 
 def many_large_batches(model, optimizer):
@@ -192,19 +164,12 @@ def dead_units(model, optimizer):
     step(model, optimizer, times=10)
 
 
-def no_statistics(model, optimizer):
-    model.eval()
-    step(model, optimizer, times=3)
-
-
 FAULTS = {  # the kind of the event: what is done after how many steps, the event's step and the end of its text
-    "scale": (many_large_batches, 60, 63, "the running one (and 1 more layers)"),
-    "dead": (dead_units, 20, 25, "layer 2: dead inputs rose from 0% to 25%"),
-    "statistics": (no_statistics, 5, 8, "(and 1 more layers)"),
+    "scale": (many_large_batches, 60, 63, "of its inputs (and 1 more layers)"),
+    "dead": (dead_units, 20, 25, "layer 2: dead inputs rose by 25% to 25%"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*saw no input")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_is_one_event_of_all_its_layers(kind):
     fault, calm, at, text = FAULTS[kind]
@@ -214,16 +179,14 @@ def test_a_fault_is_one_event_of_all_its_layers(kind):
     assert event.step == at and str(event).endswith(text)
 
 
-def test_a_nan_batch_is_one_event_and_its_end_another():
+def test_a_nan_batch_is_one_event():
     model, optimizer, monitor = watched(steps=5)
     with pytest.warns(UserWarning, match="not finite"):
         step(model, optimizer, torch.full((100, 6), torch.nan))
     late = CurvatureMonitor(optimizer)
-    [start] = monitor.events()
     step(model, optimizer, times=12)
-    [end] = monitor.events()
-    assert (start.step, start.layer, start.kind, start.over) == (6, "all", "nonfinite", False)
-    assert (end.kind, end.over) == ("nonfinite", True)
+    [event] = monitor.events()
+    assert (event.step, event.layer, event.kind) == (6, "all", "nonfinite")
     assert late.events() == [], "the batch came before this monitor"
 
 
@@ -232,14 +195,11 @@ def test_a_nan_batch_is_one_event_and_its_end_another():
 def test_events_do_not_depend_on_when_they_are_read(capturable):
     model, optimizer, monitor = watched(capturable=capturable)
     late, found = CurvatureMonitor(optimizer), []
-    for k in range(40):
-        step(model, optimizer, torch.full((100, 6), torch.nan) if k in {5, 20} else None)
+    for k in range(50):
+        step(model, optimizer, torch.full((100, 6), torch.nan) if k in {5, 30} else None)
         found += monitor.events()
     assert found == late.events()
-    assert [(e.step, e.kind) for e in found if not e.over and e.kind != "guards"] == [
-        (6, "nonfinite"),
-        (21, "nonfinite"),
-    ]
+    assert [(e.step, e.kind) for e in found if e.kind != "guards"] == [(6, "nonfinite"), (31, "nonfinite")]
 
 
 def test_a_stepsize_far_too_large_is_an_event():
@@ -249,18 +209,11 @@ def test_a_stepsize_far_too_large_is_an_event():
     assert "acts as the stepsize" in event.what
 
 
-@pytest.mark.parametrize(
-    ("columns", "at", "what"),
-    [
-        ({"guarded_units": 0.1, "log10_largest_step": 1.0}, 3, "a unit asks for steps of 10 times its own length; 10%"),
-        ({"guarded_units": 0.6}, 50, "the trust radius holds back 60% of all units and so acts as the stepsize"),
-    ],
-)
-def test_guards_that_hold_few_units_far_or_most_for_long_are_an_event(columns, at, what):
-    watch = monitors._Watch(skipped=0)
-    row = dict.fromkeys((*COLUMNS, "lost", "changed_scale", "newly_dead"), 0.0) | {"inputs": 4, "units": 10} | columns
-    [event] = [event for t in range(1, 101) for event in watch.events(t, {"0": row}, skipped=0)]
-    assert (event.step, event.kind) == (at, "guards") and event.what.startswith(what)
+def test_a_few_units_held_back_far_are_an_event():
+    monitor = watched(steps=1)[2]
+    row = {"guarded_units": 0.1, "log10_largest_step": 1.0, "newly_dead": 0.0}
+    *none, [event] = [monitor._tell(t, monitors.ALARMS[-1], {"all": row}) for t in (1, 2, 3)]
+    assert none == [[], []] and event.what.startswith("a unit asks for steps of 10^1.0 times its own length")
 
 
 def test_events_are_those_of_the_last_history_steps():
@@ -268,7 +221,7 @@ def test_events_are_those_of_the_last_history_steps():
     optimizer = evenstep.WhitenedSGD(model, lr=100.0)
     monitor = CurvatureMonitor(optimizer, history=5)
     step(model, optimizer, times=20)
-    assert [e.step for e in monitor.events() if not e.over] == [18]
+    assert [e.step for e in monitor.events()] == [18]
 
 
 # what it must not do

@@ -113,7 +113,8 @@ def test_l2_in_the_loss_moves_the_bias_through_eq3_and_decoupled_decay_does_not(
 def update(x, g, mu, alpha2, beta2):
     """δw and δw_0 of eq. 3 for a batch, x [B, n] and g [B, m]."""
     c = coordinates.Scales(mu, alpha2.sqrt(), beta=beta2.sqrt())
-    return coordinates.step_to_w(*coordinates.gradient_to_v(g.T @ x / len(x), g.mean(0), c), c)
+    step = coordinates.scaled(coordinates.weights_to_v(g.T @ x / len(x), coordinates.per_unit(g.mean(0)), c), c)
+    return step, beta2 * g.mean(0) - coordinates.response(step, mu)
 
 
 def test_own_mean_biases_the_step_as_app_d_says():

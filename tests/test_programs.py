@@ -192,7 +192,9 @@ class Machine:
 
     def empty(self, number):
         if self.program.network not in ("batchnorm", *SEQUENCES):  # torch itself refuses
-            self.step(self.loss(rows=0))
+            self.optimizer.zero_grad()
+            self.backward(self.loss(rows=0))
+            self.optimizer.step()
 
     def schedule(self, number):
         for group in self.optimizer.param_groups:

@@ -203,9 +203,8 @@ def test_a_weight_that_is_computed_is_plain_with_its_bias(case, norm, parts):
     model = nn.Sequential(norm(nn.Linear(4, 3)), nn.Linear(3, 2)).double()
     optimizer, before = case.build(model), weights(model)
     rows = coverage_of(optimizer)
-    for name, reason in {"bias": "weight is computed", **dict.fromkeys(parts, "weight is computed from it")}.items():
-        treatment, found = rows[f"0.{name}"]
-        assert treatment == "plain" and found.endswith(f"its layer's {reason}")
+    assert {rows[f"0.{name}"][0] for name in ("bias", *parts)} == {"plain"}
+    assert rows["0.bias"][1].endswith("its layer's weight is computed from other parameters")
     fit(optimizer, model, some_batches(5, 4))
     assert not any(still(model, before))
 

@@ -38,7 +38,7 @@ class EvenStep(WithMoments):
     rule = OrthogonalRule()
     convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
     dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
-    _copied = ("_rest",)
+    _copied = "_rest", "_torch_rules"
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
     lr: float | Tensor = 0.02
     _: KW_ONLY
@@ -49,7 +49,7 @@ class EvenStep(WithMoments):
 
     def __post_init__(self) -> None:
         adamw = TorchClass(type(self).__name__, torch.optim.AdamW, {"betas": (0.9, 0.95)})
-        self._rest = TorchRule(adamw, adamw, own_options=True)
+        self._torch_rules, self._rest = (adamw,), TorchRule(adamw, adamw, own_options=True)
         super().__post_init__()
 
     def _detached(self) -> None:
@@ -103,9 +103,6 @@ class EvenStep(WithMoments):
         known = [weight for entry, weight, _ in seen if "exp_avg" in state[weight] and not thin(entry)]
         weights = known or [weight for _, weight, layer in seen if layer is last or last is None]
         return weights[-1] if weights else None
-
-    def _torch_state(self) -> tuple[set[str], bool]:
-        return self._rest.base.keeps - {"step"}, True
 
 
 def thin(entry: Entry) -> bool:

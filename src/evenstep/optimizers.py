@@ -1,7 +1,7 @@
 """The optimizers: each is a preset of coordinates, a rule, and what its keywords are by default."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, fields
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .coordinates.canonical import Canonical
 from .coordinates.coordinates import Coordinates
 from .coordinates.fan_in import FanIn
-from .options import for_groups, preset, taken
+from .options import for_groups, preset
 from .rules.block_natural import BlockNaturalRule
 from .rules.rule import Rule
 from .rules.unit import UnitRule
@@ -40,7 +40,7 @@ class Preset(CoordinateOptimizer):
 
     def __post_init__(self) -> None:
         """Begin with the arguments of the constructor."""
-        given = taken(self)
+        given = {field.name: vars(self).pop(field.name) for field in fields(self) if field.name not in self._copied}
         CoordinateOptimizer.__init__(self, given["params"], for_groups(given), given["model"], given["process_group"])
 
 
@@ -99,11 +99,6 @@ class CanonicalSGD(WithMoments):
     plain_lr: float | None = 0.01
     reduction: str = "mean"
     scaler: Any = None
-
-    def __post_init__(self) -> None:
-        scaler = self.scaler
-        super().__post_init__()
-        self.scaler = scaler
 
     def _make(self, plan: Plan, agreed: Tensor | None) -> None:
         scale = getattr(getattr(self, "scaler", None), "_scale", None)

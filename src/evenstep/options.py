@@ -14,14 +14,7 @@ from torch import distributed as dist
 from typing_extensions import dataclass_transform
 
 Class = TypeVar("Class", bound=type)
-
-
-class Option(NamedTuple):
-    """A hyperparameter: its meaning, what is allowed, and torch's own words where it is a keyword of torch's."""
-
-    meaning: str
-    allowed: tuple[str, Callable[[Any], bool]] | None = None  # in words, and as a test
-    torch: str = ""
+Allowed = tuple[str, Callable[[Any], bool]]  # what is allowed, in words and as a test
 
 
 def is_number(value: Any, whole: bool = False) -> bool:
@@ -29,7 +22,7 @@ def is_number(value: Any, whole: bool = False) -> bool:
     return isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def one_of(*values: Any) -> tuple[str, Callable[[Any], bool]]:
+def one_of(*values: Any) -> Allowed:
     """A value out of a short list."""
     return f"one of {', '.join(map(repr, values))}", lambda v: v in values
 
@@ -46,6 +39,20 @@ def is_rate(lr: Any) -> bool:
 def is_group(group: Any) -> bool:
     """A `process_group`."""
     return group is None or group is False or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+
+
+def has_no_nan(value: Any) -> bool:
+    """Whether a value, or a list of them, has no float that is NaN."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return not any(isinstance(v, float) and math.isnan(v) for v in values)
+
+
+class Option(NamedTuple):
+    """A hyperparameter: its meaning, what is allowed, and torch's own words where it is a keyword of torch's."""
+
+    meaning: str
+    allowed: Allowed = ("without nan", has_no_nan)
+    torch: str = ""
 
 
 RATE = "a finite number >= 0 or a one-element tensor", is_rate
@@ -72,8 +79,7 @@ OPTIONS = {
     "rows": Option("how many rows of a layer's input a forward looks at, evenly spread; None for all", ROWS),
     "eps": Option("μ of eq. 11, absolute, inside the root", NONNEGATIVE, "Invalid epsilon value: "),
     "plain_lr": Option(
-        "`lr` of parameters outside layers (None: that of layers); follows schedules of `lr` and a group's own `lr`",
-        NONNEGATIVE,
+        "`lr` of parameters outside layers (None: as layers); follows `lr` and its schedules", NONNEGATIVE
     ),
     "head": Option('name or pattern of the head\'s weight: "auto" is the layer called last, None no layer'),
     "sharing": Option("S of every layer, when it is not to be counted", POSITIVE_OR_NONE),
@@ -111,11 +117,6 @@ def preset(cls: Class) -> Class:
     return cls
 
 
-def taken(optimizer: Any) -> dict[str, Any]:
-    """The arguments that a preset's constructor has left on the optimizer, which are taken off it."""
-    return {field.name: vars(optimizer).pop(field.name) for field in fields(optimizer)}
-
-
 def check(owner: str, group: Mapping[str, Any]) -> None:
     """Check all hyperparameters of a group: defaults, groups that override them, saved groups.
 
@@ -124,14 +125,9 @@ def check(owner: str, group: Mapping[str, Any]) -> None:
     ValueError: WhitenedSGD: decay must be in [0, 1); got 1.5.
     """
     for name, value in group.items():
-        option = OPTIONS.get("plain_lr" if name == "plain_at" else name)
-        if option is not None and option.allowed is not None:
-            words, holds = option.allowed
-            if not holds(value):
-                raise refusal(owner, name, value, words)
-    for name, value in group.items():  # those of a base rule, too
-        if any(isinstance(v, float) and math.isnan(v) for v in (value if isinstance(value, list | tuple) else [value])):
-            raise refusal(owner, name, value, "without nan")
+        words, holds = OPTIONS.get("plain_lr" if name == "plain_at" else name, Option("of a base rule")).allowed
+        if not holds(value):
+            raise refusal(owner, name, value, words)
 
 
 def refusal(owner: str, name: str, value: Any, allowed: str) -> ValueError:
@@ -143,9 +139,7 @@ def refusal(owner: str, name: str, value: Any, allowed: str) -> ValueError:
 
 def explained(cls: Class) -> Class:
     """Let a class's docstring end with the keywords of its constructor, their defaults and what they mean."""
-    if cls.__doc__ is None:  # python -OO
-        return cls
-    lines = [inspect.cleandoc(cls.__doc__), "", "Keywords:", ""]
+    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Keywords:", ""]
     for name, parameter in list(inspect.signature(cls).parameters.items()):
         stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         default = "" if parameter.default is parameter.empty else f" (default {parameter.default!r})"

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from . import options
 
-NORMS = (
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-    nn.modules.batchnorm._NormBase,  # batch and instance norm
-)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)  # the last: batch and instance norm
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, exclude: Sequence[str] = ()) -> list[dict[str, Any]]:

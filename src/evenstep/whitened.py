@@ -36,7 +36,7 @@ class Whitened(CoordinateOptimizer):
 
     coordinates: ClassVar[type[Coordinates]] = PlainSize
     rule: TorchRule
-    _copied = ("_base", "_plain", "rule")
+    _copied = "_torch_rules", "rule"
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # torch's rules are not for a compiler to look into
 
     def __init__(
@@ -68,35 +68,29 @@ class Whitened(CoordinateOptimizer):
             options.check(owner, {"lr": lr})
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"
-        self._base = TorchClass(owner, base, base_kwargs, capturable=capturable or None, foreach=foreach)
+        main = TorchClass(owner, base, base_kwargs, capturable=capturable or None, foreach=foreach)
         plain = torch.optim.AdamW if plain is None and muon else plain
-        self._plain = self._base if plain is None else TorchClass(owner, plain, {})
-        self.rule = TorchRule(self._base, self._plain)
-        theirs = self._base.instance.defaults
+        rest = main if plain is None else TorchClass(owner, plain, {})
+        self.rule, self._torch_rules, theirs = TorchRule(main, rest), tuple({main, rest}), main.instance.defaults
         ours["lr"] = theirs["lr"] if lr is None else lr
         ours["joint"] = muon if joint is None else joint
         if plain_lr is None and plain is not None:
-            ours["plain_lr"] = self._plain.instance.defaults["lr"]
+            ours["plain_lr"] = rest.instance.defaults["lr"]
         if clash := (ours.keys() & theirs.keys()) - COMMON:
-            raise ValueError(f"{owner}: {self._base.name} has keywords that are ours too: {sorted(clash)}.")
+            raise ValueError(f"{owner}: {main.name} has keywords that are ours too: {sorted(clash)}.")
         super().__init__(params, {**theirs, **ours}, model, process_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As every optimizer here; then the rules update the state of their older versions."""
         super().__setstate__(state)
-        for rule in {id(rule): rule for rule in (self._base, self._plain)}.values():
+        for rule in self._torch_rules:
             rule.mend(self.state, self.param_groups)
 
     def _remark(self, block: Block, p: Tensor) -> str:
         """Which parameters the second rule moves, if there is one."""
         rules = self.rule.rules_of(block)
         moved_by = {id(p): rule for p, rule in zip(block.parameters, rules, strict=False)}.get(id(p), rules[0])
-        return "" if moved_by is self._base else f"moved by {moved_by.name}"
+        return "" if moved_by is self.rule.base else f"moved by {moved_by.name}"
 
     def _writer(self) -> str:
-        return f"{super()._writer()}({self._base.name})"
-
-    def _torch_state(self) -> tuple[set[str], bool]:
-        """What the rules keep. Not all count steps, and old checkpoints have no other counts."""
-        torchs = all(type(rule.instance).__module__.startswith("torch.") for rule in (self._base, self._plain))
-        return (self._base.keeps | self._plain.keeps) - {"step"}, torchs
+        return f"{super()._writer()}({self.rule.base.name})"

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ..math import guards
 from ..math.change_of_variables import Scales
-from ..math.constants import STEADY, damped, geometry_beta2, inverse_root, sharing
+from ..math.constants import STEADY, damped, inverse_root
 from ..math.moments import batch_moments, fold, gain, second_moment_about
-from .coordinates import Batch, Coordinates, Field, Layers, Schema, Statistics
+from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .fan_in import FanIn
 
 
-class Whitening(Coordinates):
+class Whitening(FanIn):
     """μ and α whiten the layer's inputs; β² = 1/√(n·S)."""
 
     name = "whitened"
@@ -53,7 +53,7 @@ class Whitening(Coordinates):
         if known is not None:
             mx, fired = torch.where(known, mx, 0.0), fired & known
             spread, fresh = torch.where(known, spread, 1.0), torch.where(known, fresh, 1.0)
-        beta = geometry_beta2(layers.fan_in, shared(state, batch, layers)).sqrt() if self.linear else None
+        beta = super().at(state, batch, layers).beta
         return Scales(mx, inverse_root(spread), spread, fresh, over.total(fired.to(vx.dtype)), beta)
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
@@ -66,9 +66,4 @@ class Whitening(Coordinates):
             usable = widen(batch.usable)
             mx, vx = torch.where(usable, mx, state["mx"]), torch.where(usable, vx, state["vx"])
             mass = torch.where(batch.usable, mass, state["mass"])
-        return {"sharing": shared(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}
-
-
-def shared(state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Tensor:
-    """S of each layer."""
-    return sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))
+        return {**super().after(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}

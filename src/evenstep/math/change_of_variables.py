@@ -42,7 +42,10 @@ def response(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def scaled(weight: Tensor, c: Scales) -> Tensor:
-    """α_i β_j x_ij: a gradient or a step on weights, between w and v."""
+    """α_i β_j x_ij: a gradient or a step on weights, between w and v.
+
+    For biases the gradient is β_j ⟨g_j⟩ on v, and the step β_j δv_0j − Σ_i μ_i δw_ij on w (eq. 3).
+    """
     if c.alpha is None:
         return weight if c.beta is None else weight * per_unit(c.beta)
     if c.beta is None or c.beta.dim() == 0:
@@ -50,17 +53,10 @@ def scaled(weight: Tensor, c: Scales) -> Tensor:
     return weight * c.alpha * per_unit(c.beta)
 
 
-def gradient_to_v(weight_grad: Tensor, bias_grad: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
-    """Gradient on v from the gradient on w: α_i β_j (G_ij − μ_i b_j) and β_j b_j.
-
-    `bias_grad` is ⟨g_j⟩; where a weight serves several biases, their sum.
-    """
-    return weights_to_v(weight_grad, per_unit(bias_grad), c), bias_grad if c.beta is None else c.beta * bias_grad
-
-
 def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales) -> Tensor:
-    """The weights' part of `gradient_to_v`, from the bias's as [unit, 1]; with None the implied-b form without a bias.
+    """Gradient on v from the gradient on w: α_i β_j (G_ij − μ_i b_j), with b_j = ⟨g_j⟩ as [unit, 1].
 
+    Where a weight serves several biases, b is their sum; with None it is the b implied by a layer without a bias.
     Departs from the paper, which has a (trainable) bias in every layer: β_j (α∘G_j)(I − k ûûᵀ). Inputs that are not
     centred lost by a factor of two (docs/guards.md).
     """
@@ -69,13 +65,6 @@ def weights_to_v(weight_grad: Tensor, bias_grad: Tensor | None, c: Scales) -> Te
     if c.mu is not None:
         weight_grad = torch.addcmul(weight_grad, c.mu, bias_grad, value=-1)
     return scaled(weight_grad, c)
-
-
-def step_to_w(weight_step: Tensor, bias_step: Tensor, c: Scales) -> tuple[Tensor, Tensor]:
-    """Step on w from a step on v: δw_ij = α_i β_j δv_ij, δw_0j = β_j δv_0j − Σ_i μ_i δw_ij (eq. 3)."""
-    step = scaled(weight_step, c)
-    bias_step = bias_step if c.beta is None else c.beta * bias_step
-    return step, bias_step if c.mu is None else bias_step - response(step, c.mu)
 
 
 def step_to_w_biasless(weight_step: Tensor, c: Scales) -> Tensor:

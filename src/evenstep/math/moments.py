@@ -22,11 +22,7 @@ class Sums(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype moments are kept in: float32, or float64 for float64 data.
-
-    >>> accumulation_dtype(torch.bfloat16)
-    torch.float32
-    """
+    """The dtype moments are kept in: float32, or float64 for float64 data."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -35,11 +35,7 @@ class Whole:
 
 
 class Segments(Whole):
-    """Layers packed into flat tensors, one after another: reductions give one value per layer.
-
-    >>> Segments([2, 0, 1]).total(torch.tensor([1.0, 2.0, 3.0]))
-    tensor([3., 0., 3.])
-    """
+    """Layers packed into flat tensors, one after another: reductions give one value per layer."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device | str = "cpu") -> None:
         """Layers with these numbers of elements."""
@@ -47,7 +43,6 @@ class Segments(Whole):
         lengths = torch.tensor(self.sizes, dtype=torch.int64)
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
         self.owner = torch.repeat_interleave(torch.arange(len(self.sizes)), lengths).to(device)
-
         self.counts = lengths.clamp(min=1).to(device)
 
     def total(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The table of `opt.coverage()`: how each parameter is treated, and why."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from .layers import kind_of, of_class
 from .survey import Entry, join, lookup
@@ -12,10 +12,7 @@ from .survey import Entry, join, lookup
 if TYPE_CHECKING:
     from ..step.block import Block
 
-UNSEEN = (
-    "no input seen so far (functional calls, eval mode, cross-attention and sparse tensors show none): "
-    "stepsize scaling alone"
-)
+UNSEEN = "no input seen so far (functional calls, eval mode, cross-attention, sparse tensors): stepsize scaling alone"
 
 
 class Row(NamedTuple):
@@ -42,8 +39,8 @@ class Coverage(list[Row]):
         >>> Coverage([Row("a", "Linear", "whitened", ""), Row("b", "", "plain", "")]).summary()
         '1 whitened, 1 plain'
         """
-        names = list(dict.fromkeys(row.treatment for row in self))
-        return ", ".join(f"{sum(row.treatment == n for row in self)} {n}" for n in names) or "no parameters"
+        counts = Counter(row.treatment for row in self)
+        return ", ".join(f"{count} {treatment}" for treatment, count in counts.items()) or "no parameters"
 
 
 def coverage_of(
@@ -64,7 +61,7 @@ def coverage_of(
     for path, module in () if model is None else model.named_modules():
         for name, p in module._parameters.items():
             owners.setdefault(id(p), (join(path, name), module))
-    unfit = {id(p): entry.unfit for entry in entries for p in [entry.weight, *entry.biases] if p is not None}
+    reasons = {id(p): entry.unfit for entry in entries for p in [entry.weight, *entry.biases]} | dict(left_out)
     of_block = {id(p): block for block in blocks for p in block.parameters}
     table = Coverage()
     for group in groups:
@@ -72,40 +69,33 @@ def coverage_of(
         for name, p in zip(names, group["params"], strict=True):
             name, owner = owners.get(id(p), (name, None))
             block = of_block.get(id(p))
-            treatment, reasons = "frozen", ["requires_grad is False"]
-            if block is not None:
-                blind = block.entry is not None and unseen_so_far(state.get(block.weight, {}))
+            if block is None:
+                treatment, why = "frozen", ["requires_grad is False"]
+            elif block.entry is None:
+                treatment, why = block.treatment, [remark(block, p), reasons.get(id(p)) or why_plain(owner)]
+            else:
+                blind = unseen_so_far(state.get(block.weight, {}))
                 treatment = "fan-in" if blind else block.treatment
-                reasons = [remark(block, p)]
-                if block.entry is not None:
-                    reasons += why_treated(block, block.entry, blind)
-                else:
-                    why = unfit.get(id(p)) or left_out.get(id(p)) or why_plain(owner, name.rpartition(".")[2])
-                    reasons.append(why)
+                why = [remark(block, p), *why_treated(block, block.entry, blind)]
             kind = "" if owner is None else type(owner).__name__
-            table.append(Row(name, kind, treatment, "; ".join(filter(None, reasons))))
+            table.append(Row(name, kind, treatment, "; ".join(filter(None, why))))
     return table
 
 
 def why_treated(block: "Block", entry: Entry, blind: bool) -> list[str]:
     """What is special about a layer's treatment. `blind`: it moved, and no input was ever seen."""
-    reasons = []
-    if block.alone:
-        reasons.append("moves without its weight")
-    elif block.treatment == "fan-in" and not entry.slot.input_visible:
-        reasons.append("its input is not seen")
-    elif block.treatment == "fan-in" and not entry.slot.output_visible:
-        reasons.append("its output's gradient is not seen")
-    elif block.treatment in ("whitened", "canonical") and not block.biases and not blind:
-        reasons.append("no bias trains with it: implied bias")
-    if blind:
-        called = ", by the batch's squared gradients if it was called" if block.treatment == "canonical" else ""
-        reasons.append(UNSEEN + called)
-    if len(entry.places) > 1:
-        reasons.append("tied: " + ", ".join(path for path, _ in entry.places))
-    if entry.batch_dim == 1 and block.treatment != "plain":
-        reasons.append("sequences taken as [time, batch, feature]")
-    return reasons
+    fan_in = block.treatment == "fan-in" and not block.alone
+    implied = block.treatment in ("whitened", "canonical") and not (block.biases or block.alone or blind)
+    remarks = {
+        "moves without its weight": block.alone,
+        "its input is not seen": fan_in and not entry.slot.input_visible,
+        "its output's gradient is not seen": fan_in and not entry.slot.output_visible,
+        "no bias trains with it: implied bias": implied,
+        UNSEEN: blind,
+        "tied: " + ", ".join(path for path, _ in entry.places): len(entry.places) > 1,
+        "sequences taken as [time, batch, feature]": entry.batch_dim == 1 and block.treatment != "plain",
+    }
+    return [remark for remark, holds in remarks.items() if holds]
 
 
 def unseen_so_far(state: Mapping[str, Any]) -> bool:
@@ -114,18 +104,15 @@ def unseen_so_far(state: Mapping[str, Any]) -> bool:
     return mass is not None and step is not None and not mass.is_meta and bool(step > 0) and not mass > 0
 
 
-def why_plain(owner: nn.Module | None, name: str) -> str:
-    """Why the parameter `name` of `owner`, which is in no entry, is plain."""
+def why_plain(owner: nn.Module | None) -> str:
+    """Why a parameter of `owner` that is in no entry is plain."""
     if owner is None:
         return "no model is attached that has it"
     cls, kind = type(owner), kind_of(owner)
-    if isinstance(owner, ParametrizationList):
-        return "its layer's weight is computed from it"
     if kind is None and any(of_class(base) for base in cls.__mro__):
-        known = getattr(nn, cls.__name__, cls) is cls  # torch.nn may have another class of that name
-        return f"{cls.__name__ if known else f'{cls.__module__}.{cls.__name__}'} has a forward of its own"
+        return f"{cls.__module__}.{cls.__name__} has a forward of its own"
     if kind is None:
         return f"no whitened form for {cls.__name__}"
     if any(lookup(owner, slot.weight) is None for slot in kind.slots(owner)):
-        return f"its layer's weight is computed{'' if name.endswith('bias') else ' from it'}"
+        return "its layer's weight is computed from other parameters"
     return "not the bias of one layer alone"

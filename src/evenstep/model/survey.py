@@ -24,17 +24,9 @@ class Entry:
     shape: torch.Size
     in_order: bool
     batch_dim: int
+    path: str  # of its first place: the name of the layer in messages
+    module: nn.Module  # of its first place
     places: list[tuple[str, nn.Module]]
-
-    @property
-    def path(self) -> str:
-        """The name of the layer in messages: the path of its first place."""
-        return self.places[0][0]
-
-    @property
-    def module(self) -> nn.Module:
-        """The module of its first place."""
-        return self.places[0][1]
 
     @property
     def name(self) -> str:
@@ -45,11 +37,6 @@ class Entry:
     def label(self) -> str:
         """The path of the layer, or the name of its weight where a layer has several, as an attention has."""
         return self.path if len(self.kind.slots(self.module)) == 1 else self.name
-
-    @property
-    def home(self) -> tuple[dict[str, nn.Parameter | None], str]:
-        """The dict of parameters that contains the weight, and its key there."""
-        return home(self.module, self.slot.weight)
 
     @property
     def weight(self) -> Tensor:
@@ -144,7 +131,8 @@ def layers_of(model: nn.Module) -> Iterator[Entry]:
                 weight = lookup(module, slot.weight)
                 if weight is not None and not isinstance(weight, nn.parameter.UninitializedParameter):
                     matrix = kind.matrix(module, torch.empty(weight.shape, device="meta"))
-                    yield Entry(kind, slot, matrix.shape, matrix.is_contiguous(), batch_dim, [(path, module)])
+                    in_order, places = matrix.is_contiguous(), [(path, module)]
+                    yield Entry(kind, slot, matrix.shape, in_order, batch_dim, path, module, places)
 
 
 def join(path: str, name: str) -> str:

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from ..math.moments import Sums, recentre
 from ..statistics.batch import LayerStatistics
 from ..statistics.hooks import ModelStatistics
-from ..step.block import all_finite, gradient
+from ..step.block import all_finite
 
 
 def ranks_of(group: Any) -> Any:
@@ -95,17 +95,6 @@ def share_centres(ranks: Any, parts: Sequence[Part]) -> None:
     if not (layers[0].tally.is_cuda and torch.cuda.is_current_stream_capturing()):
         for part in parts:  # reads the device, but never again for a layer that is settled
             part.layer.settled = part.mass is not None and bool(part.mass > 0)
-
-
-def nonzero_gradients(ranks: Any, params: Sequence[Tensor]) -> set[int]:
-    """The ids of parameters whose gradient is not zero, here or on any of `ranks` (reads the device)."""
-    found = torch.zeros(len(params), device=params[0].device if params else None)
-    for k, p in enumerate(params):
-        if p.grad is not None:
-            found[k] = gradient(p).any()
-    if ranks is not None:
-        dist.all_reduce(found, group=ranks)
-    return {id(p) for p, number in zip(params, found.tolist(), strict=True) if number}
 
 
 def add_up(ranks: Any, tensors: Sequence[Tensor]) -> None:

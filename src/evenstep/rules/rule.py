@@ -17,7 +17,7 @@ from ..parallel import dtensor
 
 
 class OnV(NamedTuple):
-    """Gradients or directions on v: a matrix [unit, column] for each block; biases packed, the first of all blocks, …"""
+    """Gradients or directions on v: a matrix [unit, column] of each block; a packed tensor for each of its biases."""
 
     weights: list[Tensor]
     biases: list[Tensor]

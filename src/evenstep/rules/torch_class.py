@@ -23,6 +23,7 @@ class TorchClass:
         self.name = getattr(cls, "__name__", repr(cls))
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise ValueError(f"{owner}: base must be a torch.optim.Optimizer class; got {rule!r}.")
+        self.is_torchs = cls.__module__.startswith("torch.")
         known = inspect.signature(cls).parameters
         keywords = {**keywords, **{k: v for k, v in flags.items() if k in known and v is not None}}
         if "weight_decay" in known:

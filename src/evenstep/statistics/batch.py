@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import foreach
 from ..kernels import input_sums as moments_kernel
@@ -18,13 +18,13 @@ from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice
 from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
+transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 @dataclass
 class CallPlan:
     """How to add calls of a layer with tensors of one shape and memory layout."""
 
-    layer: "LayerStatistics"
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
     launches: dict[Any, Any] = field(default_factory=dict)  # of the kernel, by device, dtype and alignment
@@ -40,8 +40,9 @@ class CallPlan:
 class ForwardState:
     """The model's forward passes since the last step.
 
-    They are numbered by a clock, a tensor per device. A call outside of them reads NaN, which equals no number. The
-    flags are for the host.
+    They are numbered by a clock, a tensor per device, so that repeated calls of a layer, which share examples, can be
+    told from micro-batches, which do not. A call outside of them reads NaN, which equals no number. The flags are for
+    the host.
     """
 
     running = False  # a forward pass is running
@@ -58,6 +59,22 @@ class ForwardState:
         if device not in self.clocks:
             self.clocks[device] = torch.zeros((), device=device), torch.full((), torch.nan, device=device)
         return self.clocks[device]
+
+    def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before the model's forward: a pass starts, if the model trains."""
+        eager = not torch.compiler.is_dynamo_compiling()
+        if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
+            return
+        # compiled code guards the attributes it reads: these are the same at the start of every pass
+        self.running = self.started = True
+        for clock, _ in self.clocks.values():
+            with torch.no_grad():
+                clock.copy_((clock + 1).remainder(2**20))
+
+    def end(self, *args: Any) -> None:
+        """After the forward. The output stays in `args`: a compiler would trace a variable of its own."""
+        if self.running:  # a forward pass that does not train writes nothing
+            self.running = False
 
     def contain_this_call(self) -> bool:
         """Whether the current call is part of a forward pass."""
@@ -98,7 +115,6 @@ class LayerStatistics:
         inputs: int,
         units: int,
         like: Tensor,
-        *,
         stuffed: bool = False,
         limit: int | None = None,
         forwards: ForwardState | None = None,
@@ -117,7 +133,7 @@ class LayerStatistics:
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        if self.device != device:
+        if self.tally.device != device:
             whole = self.in_one_slot()
             self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
             self.slots[0] = whole
@@ -126,16 +142,9 @@ class LayerStatistics:
             self._clock, self._outside = self.forwards.clocks_on(device)
 
     @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return self.tally.device
-
-    @property
     def clock(self) -> Tensor:
         """The number of the forward pass that the current call is part of."""
         return self._clock if self.forwards.contain_this_call() else self._outside
-
-    # reading
 
     rows = property(lambda self: self.tally[0], doc="The number of rows of inputs.")
     applied = property(lambda self: self.tally[2], doc="How often the weight was used.")
@@ -153,28 +162,31 @@ class LayerStatistics:
             self.slots[1:].zero_()
         return self.slots[0]
 
-    # adding
-
-    def add_call(self, look: Look) -> CallPlan | None:
-        """Add one call. Of an eager one, returns the plan for calls with tensors like its own."""
-        x = None if look.x is None or not self.inputs else look.x.detach()
+    def add_call(self, look: Look) -> None:
+        """Add one call."""
         if not torch.compiler.is_compiling():
-            rows = None if x is None else lattice(x, look.dim % x.dim(), self.limit)
-            plan = CallPlan(self, look._replace(x=None), rows)
-            self.add_planned_call(x, plan)
-            return plan
+            self.add_planned_call(look.x, self.plan(look))
+            return
+        x = None if look.x is None or not self.inputs else look.x.detach()
         if x is not None:
             self.to(x.device)
             tensors = self.slots, self.centre, self.tally, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
-                return None
+                return
             x = thinned(x, look.dim, self.limit)
         self._add(x, look)
-        return None
 
-    def add_planned_call(self, x: Tensor | None, plan: CallPlan) -> None:
+    def plan(self, look: Look) -> CallPlan:
+        """How to add eager calls with tensors like that of `look`."""
+        x = look.x
+        rows = None if x is None or not self.inputs else lattice(x.detach(), look.dim % x.dim(), self.limit)
+        return CallPlan(look._replace(x=None), rows)
+
+    def add_planned_call(self, x: Any, plan: CallPlan) -> None:
         """Add one eager call with a tensor that the plan was made for."""
-        if x is not None and plan.rows is not None:
+        if plan.rows is None:
+            x = None
+        else:
             self.to(x.device)
             x = plan.rows.of(x.detach())
         if self.tally.is_cpu:
@@ -223,8 +235,17 @@ class LayerStatistics:
             total.add_(found)
 
 
-def recentre(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:
+def set_centres(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:
     """Sum the next batch about these centres: running means, or NaN for its first row, which none is if `known`."""
     foreach.copy_([layer.centre for layer in layers], centres)
     for layer in layers:
         layer.centred = known
+
+
+def in_transform() -> bool:
+    """Whether `torch.func`, `torch.jit.trace` or `torch.export` runs this eager code.
+
+    Hooks cannot keep the tensors of these, and their results run without hooks. `torch.compiler.is_exporting()` does
+    not help: it is always true in torch 2.11.
+    """
+    return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -6,12 +6,12 @@ split, recomputed or compiled. It runs after the layer, whose output tells the s
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .. import foreach
 from ..coordinates.coordinates import Statistics
@@ -20,9 +20,8 @@ from ..model.layer_kind import first_input, rows_of
 from ..model.layers import BY_SHAPE
 from ..model.survey import Entry
 from ..parallel import dtensor
-from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id
+from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, in_transform
 
-transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 PLANS = 8  # shapes of calls that a layer's hook remembers
 
 
@@ -50,10 +49,14 @@ class SquaredGradient(torch.autograd.Function):
 
 
 class Hook:
-    """A hook that does nothing: copies and pickles of a model get this for the hooks below."""
+    """A hook that calls a function; in copies and pickles of a model it does nothing."""
+
+    def __init__(self, function: Callable[..., Any] = lambda *args: None) -> None:
+        self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        """Do nothing."""
+        """Call the function."""
+        return self.function(*args)
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
@@ -65,7 +68,7 @@ class LayerHook(Hook):
     def __init__(self, entry: Entry, layers: list[LayerStatistics | None]) -> None:
         """`layers` has one place per slot of the layer's kind, None for a slot that is not trained."""
         self.kind, self.layers, self.batch_dim = entry.kind, layers, entry.batch_dim
-        first = next(layer for layer in layers if layer is not None)
+        self.first = first = next(layer for layer in layers if layer is not None)
         self.forwards, self.plans = first.forwards, dict[Any, CallPlan]()
         self.planned = type(entry.kind) in BY_SHAPE and first.inputs and not first.units  # calls of one shape are alike
 
@@ -79,13 +82,16 @@ class LayerHook(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
-        key, plan = None, None
         if eager and self.planned and is_plain(x := first_input(args, kwargs)):
             key = x.shape, x.stride(), output.shape
             plan = self.plans.get(key)
-        if plan is not None:
-            self.forwards.note(plan.layer, empty=False)
-            plan.layer.add_planned_call(x, plan)
+            if plan is None:
+                if len(self.plans) > PLANS:
+                    self.plans.clear()
+                (call,) = filter(None, self.kind.look(module, args, kwargs, output, self.batch_dim))
+                plan = self.plans[key] = self.first.plan(call)
+            self.forwards.note(self.first, empty=False)
+            self.first.add_planned_call(x, plan)
             return None
         with torch.no_grad():
             looks = self.kind.look(module, args, kwargs, output, self.batch_dim)
@@ -95,11 +101,7 @@ class LayerHook(Hook):
                 if eager:
                     self.forwards.note(layer, empty=look.applied == 0)
                 if look.applied:
-                    plan = layer.add_call(look._replace(x=dtensor.visible(look.x, look.dim)))
-                    if plan is not None and key is not None:
-                        if len(self.plans) > PLANS:
-                            self.plans.clear()
-                        self.plans[key] = plan
+                    layer.add_call(look._replace(x=dtensor.visible(look.x, look.dim)))
         return self._hook_gradient(output)
 
     def _hook_gradient(self, output: Any) -> Any:
@@ -125,39 +127,6 @@ class LayerHook(Hook):
         return output
 
 
-class ForwardStart(Hook):
-    """The model's pre-hook: a forward pass starts, so the next call of each layer has new examples.
-
-    So repeated calls of a layer, which share examples, can be told from micro-batches, which do not.
-    """
-
-    def __init__(self, forwards: ForwardState) -> None:
-        self.forwards = forwards
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Advance the clocks, if the model trains."""
-        eager = not torch.compiler.is_dynamo_compiling()
-        if not (module.training and torch.is_grad_enabled()) or (eager and in_transform()):
-            return
-        # compiled code guards the attributes it reads: these are the same at the start of every pass
-        self.forwards.running = self.forwards.started = True
-        for clock, _ in self.forwards.clocks.values():
-            with torch.no_grad():
-                clock.copy_((clock + 1).remainder(2**20))
-
-
-class ForwardEnd(Hook):
-    """The model's forward hook: its forward pass is over."""
-
-    def __init__(self, forwards: ForwardState) -> None:
-        self.forwards = forwards
-
-    def __call__(self, *args: Any) -> None:
-        """Note the end. The output stays in `args`: a compiler would trace a variable of its own, with its gradient."""
-        if self.forwards.running:  # a forward pass that does not train writes nothing
-            self.forwards.running = False
-
-
 class ModelStatistics:
     """The statistics of all layers of one model for one optimizer, and the hooks that add to them."""
 
@@ -172,15 +141,9 @@ class ModelStatistics:
         for entry, limit in zip(entries, limits, strict=True):
             groups, units, inputs, _ = entry.shape
             gradients = needs >= Statistics.GRADIENTS and entry.slot.output_visible
-            self.layers[entry] = LayerStatistics(
-                groups * inputs if needs >= Statistics.INPUTS else 0,
-                groups * units if gradients else 0,
-                entry.weight,
-                stuffed=entry.kind.stuffed,
-                limit=limit,
-                forwards=self.forwards,
-            )
-        self._handles: list[RemovableHandle] = []
+            sizes = groups * inputs if needs >= Statistics.INPUTS else 0, groups * units if gradients else 0
+            self.layers[entry] = LayerStatistics(*sizes, entry.weight, entry.kind.stuffed, limit, self.forwards)
+        self._hooks = ExitStack()  # removes them when it is closed
 
     def attach(self, owner: object) -> None:
         """Register the hooks; they are removed when `owner` is deleted, unless `detach` did that before."""
@@ -192,17 +155,17 @@ class ModelStatistics:
             entry = next(iter(found.values()))
             of_slot = [found.get(slot.weight) for slot in entry.kind.slots(module)]
             hook = LayerHook(entry, [self.layers[e] if e else None for e in of_slot])
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            self._hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         if self.model is not None and self.layers:
-            start, end = ForwardStart(self.forwards), ForwardEnd(self.forwards)
-            self._handles.append(self.model.register_forward_pre_hook(start, prepend=True))
-            self._handles.append(self.model.register_forward_hook(end, always_call=True))
+            start, end = Hook(self.forwards.start), Hook(self.forwards.end)
+            self._hooks.callback(self.model.register_forward_pre_hook(start, prepend=True).remove)
+            self._hooks.callback(self.model.register_forward_hook(end, always_call=True).remove)
             guard_hooks_in_dynamo()
-        weakref.finalize(owner, remove, self._handles)
+        weakref.finalize(owner, self._hooks.close)
 
     def detach(self) -> None:
         """Remove these hooks and no others."""
-        remove(self._handles)
+        self._hooks.close()
 
     def examples(self) -> Tensor:
         """The number of examples since the last step: that of the layer that had most."""
@@ -234,12 +197,6 @@ def guard_hooks_in_dynamo() -> None:
         dynamo.reset()
 
 
-def remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks by their handles."""
-    while handles:
-        handles.pop().remove()
-
-
 def is_plain(x: Any) -> bool:
     """Whether calls with tensors like `x` are alike: a dense tensor that is not empty, on a CPU or GPU."""
     dense = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
@@ -264,12 +221,3 @@ def recomputing() -> bool:
         return False
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and "_recomputation_hook" in top[0].__qualname__
-
-
-def in_transform() -> bool:
-    """Whether `torch.func`, `torch.jit.trace` or `torch.export` runs this eager code.
-
-    Hooks cannot keep the tensors of these, and their results run without hooks. `torch.compiler.is_exporting()` does
-    not help: it is always true in torch 2.11.
-    """
-    return transforms() is not None or tracing() is not None or torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..model.survey import home
 from ..parallel import dtensor
 from ..rules.rule import Rule
 from .block import Block, gradient
@@ -52,7 +53,7 @@ class Plan(NamedTuple):
 
 def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) -> Plan:
     """A plan for these blocks."""
-    homes = [block.entry.home for block in blocks if block.entry is not None]
+    homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
     frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(blocks, state, compiled)
     return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)

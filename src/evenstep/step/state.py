@@ -32,18 +32,17 @@ def shape_of(field: Field, block: Block, p: Tensor) -> torch.Size:
     """The shape of a field, over all ranks."""
     if field.per == "parameter":
         return p.shape
-    if field.per in ("input", "output"):
-        assert block.statistics is not None
-        return torch.Size([block.statistics.inputs if field.per == "input" else block.statistics.units])
-    if field.per == "group":
-        return torch.Size([block.groups])
-    units, columns = block.units, block.weight.numel() // max(1, block.units) + len(block.biases)
-    if field.per == "matrix":
-        return torch.Size([units, columns])
-    if field.per == "line":
-        rows = units // block.groups
-        return torch.Size([units if rows_are_longer(rows, columns) else block.groups * columns])
-    return torch.Size([units] if field.per == "unit" else [])
+    units, groups, layer = block.units, block.groups, block.statistics
+    columns = block.weight.numel() // max(1, units) + len(block.biases)
+    shapes: dict[str, list[int]] = {
+        "group": [groups],
+        "input": [layer.inputs if layer is not None else 0],
+        "output": [layer.units if layer is not None else 0],
+        "unit": [units],
+        "matrix": [units, columns],
+        "line": [units if rows_are_longer(units // groups, columns) else groups * columns],
+    }
+    return torch.Size(shapes.get(field.per, []))
 
 
 def init_state(states: Any, block: Block) -> None:

@@ -21,7 +21,7 @@ from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, RuleStep, pack
-from ..statistics.batch import LayerStatistics, recentre
+from ..statistics.batch import LayerStatistics, set_centres
 from .block import Block, all_finite, gradient
 from .state import schema_of
 
@@ -269,7 +269,7 @@ class TorchStep(RuleStep):
             centre = after["mx"]
             if not self.batch.complete:  # some layers may have no moments yet
                 centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
-            recentre(self.stages, torch.split(centre, self.layers.inputs.sizes), known=self.batch.complete)
+            set_centres(self.stages, torch.split(centre, self.layers.inputs.sizes), known=self.batch.complete)
         self._release()
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
-from ..statistics.batch import recentre
+from ..rules.torch_class import TorchClass
+from ..statistics.batch import set_centres
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
@@ -34,6 +35,7 @@ class ModelOptimizer(Optimizer):
 
     coordinates: ClassVar[type[Coordinates]] = Whitening  # of layers
     rule: Rule = GradientRule()
+    _torch_rules: Sequence[TorchClass] = ()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
     process_group: Any
 
@@ -143,8 +145,7 @@ class ModelOptimizer(Optimizer):
             raise RuntimeError(f"{self._owner}: refresh() needs a model; call attach(model) first.")
         if self._whole:
             follow_model(self.param_groups, model, self._members)
-            kept = {id(p) for group in self.param_groups for p in group["params"]}
-            for p in [p for p in self.state if id(p) not in kept]:
+            for p in self.state.keys() - {p for group in self.param_groups for p in group["params"]}:
                 del self.state[p]
         self.attach(model)
 
@@ -233,17 +234,14 @@ class ModelOptimizer(Optimizer):
         """The evenstep class that a checkpoint belongs to, for subclasses, too."""
         return next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("evenstep."))
 
-    def _torch_state(self) -> tuple[set[str], bool]:
-        """Names of state beyond the fields of coordinates and rule; whether all state has a torch rule's shapes."""
-        return {"step"}, False
-
     def _check(self, state_dict: dict[str, Any], mark: Mapping[str, Any] | None) -> None:
         """Refuse hyperparameters and state that do not fit."""
         pairs = zip(state_dict["param_groups"], self.param_groups, strict=True)
         groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
         for group in groups:
             options.check(self._owner, group)
-        names, torchs = self._torch_state()
+        names = {name for rule in self._torch_rules for name in rule.keeps}
+        torchs = bool(self._torch_rules) and all(rule.is_torchs for rule in self._torch_rules)
         own = {**self.coordinates.state, **self.rule.state(0.0)}
         self._loading = checkpoints.saved_of(state_dict, self.param_groups)
         blocks = {p: block for block in self._blocks(lambda p: True, groups) for p in block.parameters}
@@ -294,7 +292,7 @@ class ModelOptimizer(Optimizer):
             layer.settled = False
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]
         centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
-        recentre([layer for _, layer in pairs], centres)
+        set_centres([layer for _, layer in pairs], centres)
 
 
 def excluded(group: dict[str, Any], name: str) -> str | None:

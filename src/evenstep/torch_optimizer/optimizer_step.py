@@ -64,7 +64,7 @@ class CoordinateOptimizer(ModelOptimizer):
     def _prepare(self, compiled: bool) -> tuple[Plan, Tensor | None] | None:
         """The plan of this step, and whether the gradients of all ranks are finite (None: one rank).
 
-        After an empty batch only parameters whose gradients are not zero move; None if there are none.
+        None after an empty batch: nothing moves.
         """
         first = not self._complete
         for group in self.param_groups:
@@ -78,11 +78,7 @@ class CoordinateOptimizer(ModelOptimizer):
         plan = self._planned(compiled)
         finite, others = (None, 0) if ranks is None else self._reduced(ranks, plan.blocks, busy)
         if not busy and not others > 0:
-            moved = reduce.nonzero_gradients(ranks, [p for group in self.param_groups for p in group["params"]])
-            blocks = [b for b in plan.blocks if any(id(p) in moved for p in b.parameters)]
-            if not blocks:
-                return None
-            plan = plans.make([], blocks, self.state, compiled)
+            return None
         if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
             self._warn_unseen(plan.blocks, first and not any(group["capturable"] for group in self.param_groups))
         return plan, finite
@@ -210,7 +206,7 @@ class CoordinateOptimizer(ModelOptimizer):
             layer = block.statistics
             if layer is None or block.entry is None or not block.weight.requires_grad:
                 continue
-            readable = layer.device.type == "cpu" or (wait and layer.device.type != "meta")
+            readable = layer.tally.is_cpu or (wait and not layer.tally.is_meta)
             if readable and not layer.applied:
                 self._warn("unseen", NO_STATISTICS.format(block.entry.path, type(block.entry.module).__name__))
                 return

@@ -43,8 +43,8 @@ def population(seed: int = 0) -> tuple[Tensor, Tensor]:
 def bias_step(x: Tensor, g: Tensor, mu: Tensor, alpha2: Tensor, beta2: Tensor) -> Tensor:
     """Eq. 3's δw_0j (before the sign) for one batch x [B, n], g [B, m], from the library's own functions."""
     c = coordinates.Scales(mu, alpha2.sqrt(), beta=beta2.sqrt())
-    _, step = coordinates.step_to_w(*coordinates.gradient_to_v(g.T @ x / len(x), g.mean(0), c), c)
-    return step
+    on_v = coordinates.weights_to_v(g.T @ x / len(x), coordinates.per_unit(g.mean(0)), c)
+    return beta2 * g.mean(0) - coordinates.response(coordinates.scaled(on_v, c), mu)
 
 
 def formula(x: Tensor, g: Tensor, size: int, alpha2: Tensor, beta2: Tensor) -> Tensor:
