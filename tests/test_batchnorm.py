@@ -352,13 +352,13 @@ def test_training_goes_on_after_folding(way):
     assert_all_moved(model, before)
 
 
-def test_a_refreshed_optimizer_is_saved_like_a_new_one():
+def test_what_a_refreshed_optimizer_saves_loads_into_a_new_one():
     model, loss = small_net()
     optimizer = evenstep.WhitenedSGD(model, lr=0.1)
     descents(optimizer, loss, 2)
     fold_batchnorm(model)
     optimizer.refresh()
-    assert optimizer.param_groups[0]["param_names"] == list(model.state_dict())
+    assert {*optimizer.param_groups[0]["param_names"]} == {*model.state_dict()}
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
     optimizer.detach()
     evenstep.WhitenedSGD(model, lr=0.1).load_state_dict(optimizer.state_dict())

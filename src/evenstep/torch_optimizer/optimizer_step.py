@@ -30,11 +30,6 @@ NO_STATISTICS = (
     "has none."
 )
 
-NO_RATIO = (
-    "plain_lr was given with lr=0, so there is no ratio to keep, and parameters outside layers take lr itself; build "
-    "the optimizer with the lr that is to be reached, and set lr in its groups."
-)
-
 
 class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
@@ -67,9 +62,6 @@ class CoordinateOptimizer(ModelOptimizer):
         None after an empty batch: nothing moves.
         """
         first = not self._complete
-        for group in self.param_groups:
-            if group.get("plain_lr") and group.get("plain_at") == 0 and not at_rest([group]):
-                self._warn("plain_lr", NO_RATIO)
         forwards = self._statistics.forwards
         busy = forwards.saw_rows or not forwards.saw_empty
         alone = not (dist.is_available() and dist.is_initialized())

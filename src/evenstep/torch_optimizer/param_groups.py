@@ -12,9 +12,7 @@ def parameters_of(owner: str, params: Any, model: nn.Module | None) -> tuple[Any
     if not isinstance(params, nn.Module):
         return params, model
     if model is not None and model is not params:
-        raise ValueError(
-            f"{owner}: give the model once, as the first argument or as model=; got two different modules."
-        )
+        raise ValueError(f"{owner}: give the model once, as the first argument or as model=; got two modules.")
     named = list(params.named_parameters())
     if not named:
         raise ValueError(f"{owner}: the module {type(params).__name__} has no parameters to train.")
@@ -43,19 +41,14 @@ def named(params: Any, model: nn.Module | None) -> Any:
 
 
 def follow_model(groups: list[dict[str, Any]], model: nn.Module, members: Set[int]) -> None:
-    """Drop from named groups those of the model's `members` (ids) that have left it, and add its new parameters.
-
-    New ones go to the first group, which is kept in the model's order.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
+    """Drop from named groups those of the model's `members` (ids) that have left it; new ones join the first group."""
     old = {id(p) for group in groups for p in group["params"]}
-    new = [(name, p) for name, p in model.named_parameters() if id(p) not in old]
-    order = {i: k for k, i in enumerate(names)}
+    names = {id(p): name for name, p in model.named_parameters()}
     for group in groups:
-        pairs = [*zip(group["param_names"], group["params"], strict=True), *(new if group is groups[0] else [])]
-        stay = [(names.get(id(p), name), p) for name, p in pairs if id(p) in names or id(p) not in members]
+        pairs = list(zip(group["param_names"], group["params"], strict=True))
         if group is groups[0]:
-            stay.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
+            pairs += [(name, p) for name, p in model.named_parameters() if id(p) not in old]
+        stay = [(names.get(id(p), name), p) for name, p in pairs if id(p) in names or id(p) not in members]
         group["param_names"], group["params"] = [name for name, _ in stay], [p for _, p in stay]
 
 
