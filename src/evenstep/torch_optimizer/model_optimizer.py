@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import foreach, options
+from .. import options
 from ..coordinates.coordinates import Coordinates, Statistics
 from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
@@ -19,6 +19,7 @@ from ..model.survey import Entry, survey
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
 from ..rules.torch_class import TorchClass
+from ..statistics.batch import set_centres
 from ..statistics.hooks import ModelStatistics
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
@@ -285,7 +286,7 @@ class ModelOptimizer(Optimizer):
             layer.settled = False
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]
         centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
-        foreach.copy_([layer.centre for _, layer in pairs], centres)
+        set_centres([layer for _, layer in pairs], centres)
 
 
 def excluded(group: dict[str, Any], name: str) -> str | None:
