@@ -80,12 +80,6 @@ class Whitened(CoordinateOptimizer):
             raise ValueError(f"{owner}: {main.name} has keywords that are ours too: {sorted(clash)}.")
         super().__init__(params, {**theirs, **ours}, model, process_group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As every optimizer here; then the rules update the state of their older versions."""
-        super().__setstate__(state)
-        for rule in self._torch_rules:
-            rule.mend(self.state, self.param_groups)
-
     def _remark(self, block: Block, p: Tensor) -> str:
         """Which parameters the second rule moves, if there is one."""
         rules = self.rule.rules_of(block)

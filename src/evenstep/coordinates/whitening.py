@@ -9,7 +9,7 @@ from torch import Tensor
 from ..math import guards
 from ..math.change_of_variables import Scales
 from ..math.constants import STEADY, damped, inverse_root
-from ..math.moments import Running, batch_moments, fold, gain, second_moment_about
+from ..math.moments import batch_moments, fold, gain, second_moment_about
 from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .fan_in import FanIn
 
@@ -59,12 +59,11 @@ class Whitening(FanIn):
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, unless it is not usable."""
         assert batch.sums is not None and batch.centre is not None
-        widen, decay = layers.inputs.widen, layers.group["decay"]
-        running = Running(state["mx"], state["vx"], widen(state["mass"]))
-        mx, vx, _ = fold(running, *batch_moments(batch.sums, batch.centre), decay)
-        _, mass = gain(state["mass"], decay)
+        widen = layers.inputs.widen
+        k, mass = gain(state["mass"], layers.group["decay"])
+        mx, vx = fold(state["mx"], state["vx"], *batch_moments(batch.sums, batch.centre), widen(k))
         if not batch.complete:
             usable = widen(batch.usable)
-            mx, vx = torch.where(usable, mx, running.mx), torch.where(usable, vx, running.vx)
+            mx, vx = torch.where(usable, mx, state["mx"]), torch.where(usable, vx, state["vx"])
             mass = torch.where(batch.usable, mass, state["mass"])
         return {**super().after(state, batch, layers), "mx": mx, "vx": vx, "mass": mass}

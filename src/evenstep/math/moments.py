@@ -1,7 +1,7 @@
 """Batch and running moments of a layer's inputs (§2.3), kept so that float32 suffices.
 
 A hook sees a batch in pieces (micro-batches, repeated calls, recomputed forwards), so a batch is first gathered as
-sums about a centre, `Sums`. Once per step the sums become the batch's moments and join the running average, `Running`.
+sums about a centre, `Sums`. Once per step the sums become the batch's moments and join the running ones.
 """
 
 import math
@@ -19,14 +19,6 @@ class Sums(NamedTuple):
     rows: Tensor
     first: Tensor
     second: Tensor
-
-
-class Running(NamedTuple):
-    """Running mean and variance of each input; `mass` is the sum of all batches' weights, 0 before the first."""
-
-    mx: Tensor
-    vx: Tensor
-    mass: Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -128,18 +120,17 @@ def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
     return (1 - decay) / mass, mass
 
 
-def fold(running: Running, mean: Tensor, var: Tensor, decay: float | Tensor) -> Running:
-    """The running moments after a batch with this mean and variance (§2.3).
+def fold(mx: Tensor, vx: Tensor, mean: Tensor, var: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The running mean and variance after a batch with this mean and variance, and weight k (§2.3).
 
-    With k the batch's weight and d = ⟨x⟩ − mx:   mx ← mx + k d,   vx ← (1−k) vx + k var + k(1−k) d².
+    With d = ⟨x⟩ − mx:   mx ← mx + k d,   vx ← (1−k) vx + k var + k(1−k) d².
     In exact arithmetic this is mx2 − mx² of the paper's two averages; in float32 that difference cancels.
 
     Departs from the paper: the average is bias-corrected, so the first batch's moments are the first running ones.
     """
-    k, mass = gain(running.mass, decay)
-    d = mean - running.mx
+    d = mean - mx
     step = k * d
-    return Running(running.mx + step, torch.lerp(running.vx, var, k).addcmul_(step, d - step), mass)
+    return mx + step, torch.lerp(vx, var, k).addcmul_(step, d - step)
 
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class BlockNaturalRule(Rule):
         scale = inverse_root(square + step.group["eps"])
         scale = scale.expand(sum(step.units.sizes))
         weights = [w * s for w, s in zip(step.on_v.weights, step.rows(scale), strict=True)]
-        return OnV(weights, None if step.on_v.biases is None else step.on_v.biases * scale)
+        return OnV(weights, [bias * scale for bias in step.on_v.biases])
 
     def _by_weight(self, step: RuleStep, ok: Tensor | None) -> OnV:
         """RMSProp: each weight over the root of its own running mean square."""

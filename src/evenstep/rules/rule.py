@@ -3,7 +3,7 @@
 To add one: a class here, used by an optimizer class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +17,17 @@ from ..parallel import dtensor
 
 
 class OnV(NamedTuple):
-    """Gradients or directions on v: a matrix [unit, column] for each block, biases as [bias, unit] for all."""
+    """Gradients or directions on v: a matrix [unit, column] of each block; a packed tensor for each of its biases."""
 
     weights: list[Tensor]
-    biases: Tensor | None
+    biases: list[Tensor]
 
 
 class Direction(NamedTuple):
     """A direction of descent on v; `scale`, if any, multiplies each unit's, bias included."""
 
     weights: list[Tensor]
-    biases: Tensor | None
+    biases: list[Tensor]
     scale: Tensor | None = None
 
 
@@ -81,7 +81,7 @@ class RuleStep:
         # the groups of ranks over which single units are split
         self.split_units = dtensor.groups_along(first.weight, rows=False)
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
-        self.on_v, self.scales = OnV([], None), list[Scales]()
+        self.on_v, self.scales = OnV([], []), list[Scales]()
         self.own: list[dict[str, Any]] = []  # what `owned` gives, once it is known in this step
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
@@ -98,10 +98,14 @@ class RuleStep:
         """A field of the blocks' state, packed."""
         return self.wide([pack(self.live(name))])[0]
 
-    def write(self, name: str, value: Tensor, ok: Tensor | None) -> None:
-        """Write a packed field back, unless the mask `ok` says that the step does not count."""
-        live = self.live(name)
-        foreach.copy_(live, unpack(value if ok is None else torch.where(ok, value, self.read(name)), live))
+    def write(self, values: Mapping[str, Tensor], ok: Tensor | None) -> None:
+        """Write packed fields back, unless the mask `ok` says that the step does not count."""
+        old, new = list[Tensor](), list[Tensor]()
+        for name, value in values.items():
+            live = self.live(name)
+            old += live
+            new += unpack(value if ok is None else torch.where(ok, value, self.read(name)), live)
+        foreach.copy_(old, new)
 
     def buffers(self, name: str) -> list[Tensor]:
         """A field per parameter of all blocks, as this rank has it: weights, then biases."""
@@ -110,15 +114,14 @@ class RuleStep:
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
-        biases = [] if on_v.biases is None else [b for row in on_v.biases for b in torch.split(row, self.units.sizes)]
+        biases = [bias for packed in on_v.biases for bias in torch.split(packed, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
     def as_blocks(self, tensors: Sequence[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
         count = len(self.blocks)
         weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
-        rows = [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)]
-        return OnV(weights, stacked(rows))
+        return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
     def rows(self, flat: Tensor) -> Sequence[Tensor]:
         """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
@@ -129,7 +132,7 @@ class RuleStep:
         if self.square is None:
             weights, biases = self.on_v
             square = pack([torch.linalg.vector_norm(w, dim=1) for w in weights]).square()
-            for bias in () if biases is None else biases:
+            for bias in biases:
                 square = torch.addcmul(square, bias, bias)
             self.square = self.whole_units(square)
         return self.square
@@ -140,7 +143,7 @@ class RuleStep:
             weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
             pairs = list(zip(self.wide(weights), self.scales, strict=True))
             rows = [pack(self.wide(column)) for column in zip(*biases, strict=True)]
-            level = rows[0] if len(rows) == 1 else stacked(rows)
+            level = None if not rows else rows[0] if len(rows) == 1 else torch.stack(rows)
             if self.scales[0].mu is not None:
                 mean = pack([response(w, c.mu) for w, c in pairs if c.mu is not None])
                 level = mean if level is None else level + mean
@@ -160,17 +163,16 @@ class RuleStep:
 
     def stand_ins(self) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v."""
-        (weights, biases), found = self.on_v, []
-        self.on_v = OnV([], None)  # as large as the model: each gradient goes when its stand-in has it
-        of_block = [None] * len(weights) if biases is None else torch.split(biases, self.units.sizes, 1)
-        for k, (block, bias) in enumerate(zip(self.blocks, of_block, strict=True)):
+        (weights, packed), found = self.on_v, []
+        self.on_v = OnV([], [])  # as large as the model: each gradient goes when its stand-in has it
+        biases = [torch.split(each, self.units.sizes) for each in packed]
+        for k, block in enumerate(self.blocks):
             weight, weights[k] = weights[k], self.one
+            own = [of_blocks[k] for of_blocks in biases]
             if self.rule.joint(block):
-                grads = [joined(weight, bias)]
+                grads = [torch.cat([weight, torch.stack(own, 1)], dim=1) if own else weight]
             else:
-                rows = [] if bias is None else bias.unbind()
-                shapes = [block.local(b).shape for b in block.biases]
-                grads = [block.unmatrix(weight), *(row.view(s) for row, s in zip(rows, shapes, strict=True))]
+                grads = [block.unmatrix(weight), *shaped(own, [block.local(b).shape for b in block.biases])]
             found.append([stand_in(g.to(block.weight.dtype).contiguous()) for g in grads])
         return found
 
@@ -184,8 +186,7 @@ class RuleStep:
                 rows = list(columns.unbind(1))
             weights.append(weight if self.rule.joint(block) else block.matrix(weight))
             biases.append([row.reshape(-1) for row in rows])
-        by_bias = [pack(column) for column in zip(*biases, strict=True)]
-        self.direction = Direction(weights, stacked(by_bias))
+        self.direction = Direction(weights, [pack(column) for column in zip(*biases, strict=True)])
 
 
 def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
@@ -223,16 +224,6 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 def shaped(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Tensors in these shapes."""
     return [t if t.shape == shape else t.view(shape) for t, shape in zip(tensors, shapes, strict=True)]
-
-
-def stacked(rows: Sequence[Tensor]) -> Tensor | None:
-    """Rows as one tensor, if there are any."""
-    return None if not rows else torch.stack(list(rows)) if len(rows) > 1 else rows[0].unsqueeze(0)
-
-
-def joined(matrix: Tensor, biases: Tensor | None) -> Tensor:
-    """[unit, column] and [bias, unit] as one matrix."""
-    return matrix if biases is None else torch.cat([matrix, biases.T], dim=1)
 
 
 def stand_in(grad: Tensor) -> nn.Parameter:

@@ -1,7 +1,6 @@
 """A class of torch's optimizers, checked and ready to run on v."""
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ class TorchClass:
         except (TypeError, RuntimeError) as error:  # it wants a closure, or sparse gradients
             raise ValueError(f"{refused}{error}.") from error
         self.keeps = set(kept)
+        self.scalars = {k for k, v in kept.items() if isinstance(v, Tensor) and not v.dim()}
         self.shaped_apart = {k for k, v in kept.items() if isinstance(v, Tensor) and v.shape != still.shape}
         self.counts = "step" in self.keeps
         self.elementwise = torch.allclose(still, trial(partial(self.make, **quiet), 0.0, apart=True)[0], atol=1e-14)
@@ -52,14 +52,6 @@ class TorchClass:
     def first_state(self, q: nn.Parameter) -> dict[str, Any]:
         """The state of a new proxy, where the rule makes it at construction."""
         return dict(self.make([q]).state[q]) if self.born_with_state else {}
-
-    def mend(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Let the rule bring loaded state up to date, as torch's do with step counts that are plain numbers."""
-        counted = {p: kept for p, kept in state.items() if isinstance(kept, dict) and "step" in kept}
-        defaults = dict(self.instance.defaults)  # torch adds one of its own, which the rule would add to our groups
-        self.instance.__setstate__({"state": counted, "param_groups": [dict(group) for group in groups]})
-        self.instance.defaults = defaults
-        self.instance.state, self.instance.param_groups = defaultdict(dict), []
 
 
 def trial(make: Callable[..., Optimizer], start: float, apart: bool = False) -> tuple[Tensor, dict[str, Any]]:

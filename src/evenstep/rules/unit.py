@@ -44,8 +44,7 @@ def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_lay
     k, after = gain(mass, decay)
     k = k if corrected else torch.full_like(k, 1 - decay)
     average = torch.lerp(average, square.expand(average.shape), k if per_layer else step.units.widen(k))
-    step.write("square", average, ok)
-    step.write("square_mass", after, ok)
+    step.write({"square": average, "square_mass": after}, ok)
     return average
 
 
@@ -57,8 +56,6 @@ def look_ahead(step: RuleStep, on_v: OnV, buffers: OnV) -> OnV:
     momentum = step.group["momentum"]
     if not momentum:
         return on_v
-    if on_v.biases is None or buffers.biases is None:
-        return OnV(list(foreach.add(on_v.weights, buffers.weights, alpha=momentum)), None)
-    grads, means = [*on_v.weights, on_v.biases], [*buffers.weights, buffers.biases]
-    *weights, biases = foreach.add(grads, means, alpha=momentum)
-    return OnV(weights, biases)
+    count = len(on_v.weights)
+    ahead = foreach.add([*on_v.weights, *on_v.biases], [*buffers.weights, *buffers.biases], alpha=momentum)
+    return OnV(list(ahead[:count]), list(ahead[count:]))

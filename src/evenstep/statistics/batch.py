@@ -4,6 +4,7 @@ Hooks only add; a step averages. The tensors are not buffers of a module, which 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import foreach
 from ..kernels import input_sums as moments_kernel
 from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.layer_kind import Look
@@ -99,12 +101,12 @@ class LayerStatistics:
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
-    - `settled`: `centre` is known to be the running mean, which all ranks share.
+    - `settled`: `centre` is known to be the running mean, which all ranks share; `centred`: it is known not to be NaN.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
-    settled = False
+    settled = centred = False
 
     def __init__(
         self,
@@ -200,8 +202,8 @@ class LayerStatistics:
             self.tally.add_(first)
             self.seen.copy_(clock)
         if x is not None:
-            known = self.settled or not self.inputs or not math.isnan(self.centre[0].item())
-            self._add_sums(x, plan.look.dim, centred=known)
+            self.centred = self.centred or not self.inputs or not math.isnan(self.centre[0].item())
+            self._add_sums(x, plan.look.dim, centred=self.centred)
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -229,6 +231,13 @@ class LayerStatistics:
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
         for total, found in zip(self.slots[0].unbind(), sum_about(x, self.centre, inputs), strict=True):
             total.add_(found)
+
+
+def set_centres(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:
+    """Sum the next batch about these centres: running means, or NaN for its first row, which none is if `known`."""
+    foreach.copy_([layer.centre for layer in layers], centres)
+    for layer in layers:
+        layer.centred = known
 
 
 def in_transform() -> bool:

@@ -66,16 +66,20 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
     found: dict[Any, list[Block]] = {}
     for block in blocks:
         backend = TritonStep if kernels and serves(block) else TorchStep
-        key: tuple[Any, ...] = (
-            backend,
-            block.weight.device,
-            block.weight.dtype,
-            id(block.rule),
-            block.group.get("momentum", 0.0),
-        )
+        weight: Any = block.weight
+        key: list[Any] = [backend, weight.device, weight.dtype, id(block.rule), block.group.get("momentum", 0.0)]
         if backend is TorchStep:
-            key += shared_by_torch_step(block)
-        found.setdefault(key, []).append(block)
+            key += [
+                block.group["foreach"] is False and id(block),
+                id(block.coordinates),
+                len(block.biases),
+                len(block.frozen),
+                block.entry is None,
+                block.has_rows,
+                (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,
+                *settings(block.group),
+            ]
+        found.setdefault(tuple(key), []).append(block)
     return [key[0](some, state) for key, some in found.items()]
 
 
@@ -85,21 +89,6 @@ APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr"
 def settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     """The settings that blocks of one step share."""
     return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)]
-
-
-def shared_by_torch_step(block: Block) -> tuple[Any, ...]:
-    """What blocks of one `TorchStep` have in common, beside device, dtype and rule."""
-    weight = block.weight
-    return (
-        block.group["foreach"] is False and id(block),
-        id(block.coordinates),
-        len(block.biases),
-        len(block.frozen),
-        block.entry is None,
-        block.has_rows,
-        (weight.device_mesh, weight.placements) if dtensor.sharded(weight) else None,  # type: ignore[attr-defined]
-        tuple(settings(block.group)),
-    )
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:

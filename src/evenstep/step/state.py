@@ -12,8 +12,6 @@ from ..math.polar import rows_are_longer
 from ..parallel import dtensor
 from .block import Block
 
-State = dict[str, Any]
-
 
 def schema_of(block: Block) -> Schema:
     """All fields of a block's state."""

@@ -21,7 +21,7 @@ from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, RuleStep, pack
-from ..statistics.batch import LayerStatistics
+from ..statistics.batch import LayerStatistics, set_centres
 from .block import Block, all_finite, gradient
 from .state import schema_of
 
@@ -37,7 +37,7 @@ class TorchStep(RuleStep):
         super().__init__(blocks, state, widest(blocks, self.stages, state))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
-        self.none = self.one.new_zeros(len(blocks))
+        self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
         needs = self.coordinates.needs
         self.layers = Layers(
             Segments([s.inputs if needs >= Statistics.INPUTS else 0 for s in self.stages], self.device),
@@ -68,7 +68,7 @@ class TorchStep(RuleStep):
         self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
         self.packed, self.scales, self.own = Scales(), [], []
-        self.on_v, self.direction = OnV([], None), Direction([], None)
+        self.on_v, self.direction = OnV([], []), Direction([], [])
 
     # before the step: coordinates and gradients on v
 
@@ -86,10 +86,11 @@ class TorchStep(RuleStep):
             grads = [-grad for grad in grads]
         weights, biases = self.as_blocks(grads)
         of_units: Sequence[Tensor | None] = [None] * len(weights)
-        if biases is not None:
-            of_units = self.rows(biases.sum(0) if len(biases) > 1 else biases[0])
+        if biases:
+            of_units = self.rows(sum(biases[1:], biases[0]))
         weights = [weights_to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
-        self.on_v = OnV(weights, biases if biases is None or self.bias_scale is None else biases * self.bias_scale)
+        scale = self.bias_scale
+        self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite."""
@@ -167,7 +168,7 @@ class TorchStep(RuleStep):
     def move(self, ok: Tensor | None) -> None:
         """Take the direction on v back to w, hold every unit to its trust radius, and move the parameters."""
         weights, biases, scale = self.direction
-        self.direction = Direction([], None)
+        self.direction = Direction([], [])
         back = scaled if self.layers.biased else step_to_w_biasless
         steps = [back(w, c) for w, c in zip(weights, self.scales, strict=True)]
         del weights
@@ -176,9 +177,10 @@ class TorchStep(RuleStep):
         gain, biases = self._scaled(biases, scale)
         factor = self._trust(steps, along, gain, biases) if self.stages else None
         if factor is not None:
-            gain, biases = gain * factor, None if biases is None else biases * factor
-        if biases is not None and along is not None:
-            biases = biases - gain * along
+            gain, biases = gain * factor, [bias * factor for bias in biases]
+        if biases and along is not None:
+            mean = gain * along
+            biases = [bias - mean for bias in biases]
         own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
         gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
         if own and isinstance(gains[0], Tensor):
@@ -188,17 +190,16 @@ class TorchStep(RuleStep):
                 steps[k] = steps[k] * g
         self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
-    def _scaled(self, biases: Tensor | None, scale: Tensor | None) -> tuple[Any, Tensor | None]:
+    def _scaled(self, biases: list[Tensor], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
         """How far each unit goes along its direction, stepsize and the rule's scale; and the steps of biases on v."""
+        rates: list[Any]
         if self.rule.own_rate:
-            gain, rates = -1.0, [-1.0] * (0 if biases is None else len(biases))
+            gain, rates = -1.0, [-1.0] * len(biases)
         else:
             gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in self.blocks), strict=True))
-        if biases is not None:
-            each = [bias * rate for bias, rate in zip(biases, rates, strict=True)]
-            biases = each[0].unsqueeze(0) if len(each) == 1 else torch.stack(each)
-            for factor in (self.bias_scale, scale):
-                biases = biases if factor is None else biases * factor
+        for factor in (self.bias_scale, scale):
+            rates = rates if factor is None else [rate * factor for rate in rates]
+        biases = [bias * rate for bias, rate in zip(biases, rates, strict=True)]
         return gain if scale is None else gain * scale, biases
 
     def _common(self, rates: Sequence[Any]) -> Any:
@@ -209,7 +210,7 @@ class TorchStep(RuleStep):
         each = [r.to(self.one) if isinstance(r, Tensor) else self.one.new_full((), r) for r in rates]
         return self.units.widen(torch.stack(each))
 
-    def _trust(self, steps: list[Tensor], along: Tensor | None, gain: Any, biases: Tensor | None) -> Tensor | None:
+    def _trust(self, steps: list[Tensor], along: Tensor | None, gain: Any, biases: list[Tensor]) -> Tensor | None:
         """The factor that holds each unit to its trust radius; what the guards did is counted."""
         none = self.none
         raised = none if self.packed.raised is None else self.packed.raised
@@ -219,8 +220,9 @@ class TorchStep(RuleStep):
             return None
         stretch = pack([guards.stretch(s, c.fresh) for s, c in zip(steps, self.scales, strict=True)])
         step2 = gain * gain * stretch
-        if biases is not None:
-            step2 = step2 + (biases * biases).amax(0)
+        if biases:
+            longest = biases[0] if len(biases) == 1 else torch.stack(biases).abs().amax(0)
+            step2 = torch.addcmul(step2, longest, longest)
         elif along is not None:
             step2 = step2 + (gain * along).square()
         unit2 = self.unit_length2().clamp(min=guards.TRUST_FLOOR**2)
@@ -237,7 +239,7 @@ class TorchStep(RuleStep):
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
         foreach.copy_([s.last for s in self.stages], torch.stack([raised, held, largest], 1).unbind())
-        fired = torch.stack([raised, held, self.none + 1], 1)
+        fired = torch.stack([raised, held, self.each], 1)
         foreach.add_([s.fired for s in self.stages], fired.unbind())
 
     def _displace(self, steps: list[Tensor], ok: Tensor | None) -> None:
@@ -246,9 +248,9 @@ class TorchStep(RuleStep):
         Departs from §4.2, where L2 is a term of the loss: the decay is decoupled, on w.
         """
         params = [self.blocks[0].local(p) for p in self.parameters]
-        columns = zip(*(zip(b.rates(), b.param_groups, strict=True) for b in self.blocks), strict=True)
-        for p, (rate, group) in zip(params, (pair for column in columns for pair in column), strict=True):
-            if group["weight_decay"]:
+        if any(group["weight_decay"] for block in self.blocks for group in block.param_groups):
+            columns = zip(*(zip(b.rates(), b.param_groups, strict=True) for b in self.blocks), strict=True)
+            for p, (rate, group) in zip(params, (pair for column in columns for pair in column), strict=True):
                 shrink = rate * group["weight_decay"]
                 p.mul_(1 - (shrink if ok is None else torch.where(ok, shrink, 0.0)))
         if ok is not None:
@@ -262,13 +264,12 @@ class TorchStep(RuleStep):
         after = self.coordinates.after(self.kept, self.batch, self.layers)
         if ok is not None:
             after = {name: torch.where(ok, new, self.kept[name]) for name, new in after.items()}
-        for name, value in after.items():
-            self.write(name, value, None)
+        self.write(after, None)
         if "mx" in after:
             centre = after["mx"]
             if not self.batch.complete:  # some layers may have no moments yet
                 centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
-            foreach.copy_([s.centre for s in self.stages], torch.split(centre, self.layers.inputs.sizes))
+            set_centres(self.stages, torch.split(centre, self.layers.inputs.sizes), known=self.batch.complete)
         self._release()
 
 
