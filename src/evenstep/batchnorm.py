@@ -4,7 +4,7 @@ Both functions check everything first: an error leaves the model unchanged.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -56,7 +56,7 @@ def insert_batchnorm(model: nn.Module, *, skip: Sequence[str] = ()) -> nn.Module
     if not chosen:
         raise ValueError(f"insert_batchnorm: no layer is left: the last one and skip={[*skip]} are left out.")
     normed, names = batch_norms(model)[0].values(), all_names(model)
-    reasons = {p: why_no_place(model, p, normed) or why_unfit(layers[p], names) for p in chosen}
+    reasons = {p: "is already followed by batch norm" if p in normed else why_unfit(model, p, names) for p in chosen}
     refuse("insert_batchnorm: these layers cannot have batch norm; leave them out with skip=", model, reasons)
     for path in chosen:
         pair = BatchNormed(layers[path], norm_for(layers[path])).train(layers[path].training)
@@ -89,9 +89,9 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     if not pairs or isinstance(model, BatchNormed):
         raise ValueError(f"fold_batchnorm: no layer with its batch norm in this {type(model).__name__}; got {rest}")
     names, modules = all_names(model), dict(model.named_modules(remove_duplicate=False))
-    reasons = {layer: why_unfit(modules[layer], names) for layer in pairs.values()}
+    reasons = {layer: why_unfit(model, layer, names) for layer in pairs.values()}
     for bn, layer in pairs.items():
-        reasons[bn] = why_unfit(modules[bn], names) or why_unknown(modules[bn], norm_for(modules[layer]))
+        reasons[bn] = why_unfit(model, bn, names) or why_unknown(modules[bn], norm_for(modules[layer]))
     refuse("fold_batchnorm: these batch norms cannot be folded", model, reasons)
     if others:
         warnings.warn(f"fold_batchnorm: left alone {rest}", stacklevel=2)
@@ -125,16 +125,11 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def why_no_place(model: nn.Module, path: str, normed: Iterable[str]) -> str | None:
-    """Why batch norm cannot be inserted behind the layer at `path`; None if it can."""
-    if path in normed:
-        return "is already followed by batch norm"
-    holder = model.get_submodule(path.rpartition(".")[0])
-    return f"belongs to an nn.{type(holder).__name__}, which does not call it" if isinstance(holder, HOLDERS) else None
-
-
-def why_unfit(module: nn.Module, names: Mapping[int, list[str]]) -> str | None:
-    """Why a layer or its batch norm cannot be changed; None if it can."""
+def why_unfit(model: nn.Module, path: str, names: Mapping[int, list[str]]) -> str | None:
+    """Why the layer or batch norm at `path` cannot be changed; None if it can."""
+    module, holder = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    if isinstance(holder, HOLDERS):
+        return f"belongs to an nn.{type(holder).__name__}, which does not call it"
     if kind_of(module) is None and type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return "has a forward of its own"
     if len(names[id(module)]) > 1:
