@@ -372,7 +372,7 @@ def test_a_compiled_step_warns_of_layers_without_statistics():
 
 def play_the_kernel(call, x, slots, centre, tally, seen, clock):
     """What a GPU's kernel adds up of inputs along dimension 1."""
-    rows, zeros, applied, examples = call.numbers[:4]
+    rows, zeros, applied, examples = call[2][:4]
     centre.copy_(torch.where(centre.isnan(), x.transpose(0, 1).flatten(1)[:, 0], centre))
     for total, found in zip(slots[0], sum_about(x, centre, 1), strict=True):
         total += found

@@ -60,7 +60,7 @@ class Block:
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [unit, column]."""
         if self._in_order is not None:
-            return tensor.reshape(self._in_order)
+            return tensor if tensor.shape == self._in_order else tensor.reshape(self._in_order)
         return self.layout(tensor).flatten(2).flatten(0, 1)
 
     def layout(self, tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Block:
         """Back to the weight's shape."""
         weight = self.local(self.weight)
         if self.layer is None or self.rows_as_groups or self.layer.in_order:
-            return matrix.reshape(weight.shape)
+            return matrix if matrix.shape == weight.shape else matrix.reshape(weight.shape)
         return self.layer.kind.unmatrix(self.layer.module, matrix.reshape(self.layout(weight).shape), weight)
 
     def group_of_rows(self) -> Tensor:
