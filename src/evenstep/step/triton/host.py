@@ -156,12 +156,9 @@ class TritonStep:
         if self.needs_direction:
             self._along_rows("add_up")
         self.mask = self.always if ok is None else ok
-        self._launch(
-            "measure",
-            *(self.layers, self.sums, self.motion, self.last, self.fired, self.mask, self.total, len(self.blocks)),
-            *(guards.TRUST_FLOOR, 1 - self.momentum),
-            parts=PARTS,
-        )
+        buffers = self.layers, self.sums, self.motion, self.last, self.fired
+        numbers = self.total, len(self.blocks), guards.TRUST_FLOOR, 1 - self.momentum
+        self._launch("measure", *buffers, self.mask, *numbers, parts=PARTS)
         self._along_rows("move")
         torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
 
