@@ -66,7 +66,7 @@ class CurvatureMonitor:
 
     def __init__(self, optimizer: CoordinateOptimizer, *, threshold: float = 4.0, history: int = 1000) -> None:
         """`optimizer` must keep moments of its layers' inputs."""
-        if not isinstance(optimizer, CoordinateOptimizer) or optimizer.needs < Statistics.INPUTS:
+        if not isinstance(optimizer, CoordinateOptimizer) or optimizer.coordinates.needs < Statistics.INPUTS:
             name = type(optimizer).__name__
             raise ValueError(f"CurvatureMonitor: {name} keeps no moments to watch; give a whitened or canonical one.")
         if not threshold > 1:

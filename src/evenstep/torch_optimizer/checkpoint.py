@@ -56,14 +56,12 @@ def check_structure(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Non
     """Refuse what is no optimizer's state_dict, or has other numbers of parameters in its groups."""
     try:
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-        if not isinstance(state_dict["state"], Mapping):
-            raise TypeError
-    except (KeyError, TypeError):
+        state_dict["state"].items()
+    except (KeyError, TypeError, AttributeError):
         raise ValueError("it needs 'state', a dict, and 'param_groups', dicts with a list of 'params' each") from None
     ours = [len(group["params"]) for group in groups]
     if theirs != ours:
-        what = "a different number of parameter groups" if len(theirs) != len(ours) else "groups of other sizes"
-        raise ValueError(f"loaded state dict has {what}: their numbers of parameters are {theirs}, here {ours}")
+        raise ValueError(f"its groups have {theirs} parameters, here they have {ours}")
 
 
 def in_order(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,22 +131,18 @@ def check_value(
     what: str, value: Any, shapes: Shapes | None, dtypes: Sequence[torch.dtype] | None, nonnegative: bool
 ) -> None:
     """Refuse a value of another kind; None allows any shape, any dtype of floating-point numbers."""
+    kind = f"tensor ({value.dtype}, {value.layout})" if isinstance(value, Tensor) else type(value).__name__
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
-        raise ValueError(f"{what} of type {described(value)}; a dense floating-point tensor is allowed")
+        raise ValueError(f"{what} of type {kind}; a dense floating-point tensor is allowed")
     if shapes and tuple(value.shape) not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
         raise ValueError(f"{what} of shape {list(value.shape)}; {allowed} is allowed")
     if dtypes and value.dtype not in dtypes:
         allowed = " or ".join(map(str, dtypes))
-        raise ValueError(f"{what} of type {described(value)}; {allowed} is allowed")
+        raise ValueError(f"{what} of type {kind}; {allowed} is allowed")
     least, own = 0.0 if nonnegative else torch.finfo(value.dtype).min, dtensor.local(value)
     if not (value.is_meta or ((own >= least) & (own < torch.inf)).all()):
         raise ValueError(f"{what} with values that are {'negative or ' if nonnegative else ''}not finite")
-
-
-def described(value: Any) -> str:
-    """The type of a value."""
-    return f"tensor ({value.dtype}, {value.layout})" if isinstance(value, Tensor) else type(value).__name__
 
 
 def step_count(p: Tensor, count: float) -> Tensor:

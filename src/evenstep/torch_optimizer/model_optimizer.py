@@ -54,7 +54,7 @@ class ModelOptimizer(Optimizer):
     def _detached(self) -> None:
         """Begin without a model, as a copy does, too."""
         self._owner = type(self).__name__
-        self._statistics = ModelStatistics(None, [], self.needs)
+        self._statistics = ModelStatistics(None, [], self.coordinates.needs)
         self._coordinates: dict[Any, Coordinates] = {}
         self._members: set[int] = set()  # ids of our parameters that are the model's, or were
         self._left_out: dict[int, str] = {}
@@ -113,12 +113,12 @@ class ModelOptimizer(Optimizer):
         entries, self._left_out = survey(model, lambda name, p: excluded(groups.get(id(p), {}), name))
         trained = [e for e in entries if any(p is not None and id(p) in groups for p in [e.weight, *e.biases])]
         limits = [groups.get(id(entry.weight), {}).get("rows") for entry in trained]
-        self._statistics = ModelStatistics(model, trained, self.needs, limits)
+        self._statistics = ModelStatistics(model, trained, self.coordinates.needs, limits)
         self._complete = False
         self._recentre()
         if (rival := claim(self)) is not None:
             self._warn("rival", rival)
-        if self.needs:
+        if self.coordinates.needs:
             self._statistics.attach(self)
             if not trained:
                 self._warn("coverage", f"no layer of this {name} is covered: all is plain; opt.coverage() says why.")
@@ -143,21 +143,17 @@ class ModelOptimizer(Optimizer):
                 del self.state[p]
         self.attach(model)
 
-    @property
-    def needs(self) -> Statistics:
-        """What hooks add up for this optimizer's coordinates."""
-        return self.coordinates.needs
-
     def _choose(self, group: Group, entry: Entry | None, alone: bool) -> Choice:
         """The coordinates and the rule of a block, and whether it takes `plain_lr`.
 
         A layer whose input is not visible takes fan-in coordinates, and so do biases that move without their weight.
         """
-        rule, reads_gradients = self._rule_of(group), self.needs >= Statistics.GRADIENTS
+        rule, needs = self._rule_of(group), self.coordinates.needs
+        reads_gradients = needs >= Statistics.GRADIENTS
         if entry is None:
             return self._kept(Coordinates, rule), rule, True
         visible = entry.slot.input_visible and (entry.slot.output_visible or not reads_gradients)
-        kind = self.coordinates if (visible and not alone) or not self.needs else FanIn
+        kind = self.coordinates if (visible and not alone) or not needs else FanIn
         # a stepsize for gradients in canonical coordinates is far too small elsewhere
         return self._kept(kind, rule), rule, reads_gradients and kind is FanIn
 
@@ -182,8 +178,8 @@ class ModelOptimizer(Optimizer):
     def coverage(self) -> Coverage:
         """How each parameter is treated: rows (parameter, layer, treatment, reason); prints as a table."""
         blocks, watched = self._blocks(lambda p: p.requires_grad), self._statistics
-        about = self._left_out, self.state, self._remark
-        return coverage_of(self.param_groups, blocks, watched.model, [*watched.layers], *about)
+        about = [*watched.layers], self._left_out, self.state, self._remark
+        return coverage_of(self.param_groups, blocks, watched.model, *about)
 
     def _remark(self, block: Block, p: Tensor) -> str:
         """What the optimizer itself says of a parameter in `coverage()`: the rule that moves it, if it has several."""
@@ -234,15 +230,15 @@ class ModelOptimizer(Optimizer):
         groups = [{**self.defaults, **saved, "params": live["params"]} for saved, live in pairs]
         for group in groups:
             options.check(self._owner, group)
-        names = {name for rule in self._torch_rules for name in rule.keeps}
+        names = None if mark else {name for rule in self._torch_rules for name in rule.keeps}
         torchs = bool(self._torch_rules) and all(rule.is_torchs for rule in self._torch_rules)
         own = {**self.coordinates.state, **self.rule.state(0.0)}
         self._loading = checkpoints.saved_of(state_dict, self.param_groups)
+        # state is what it would be with the saved options
         blocks = {p: block for block in self._blocks(lambda p: True, groups) for p in block.parameters}
-        for group in self.param_groups:  # state is what it would be with the saved options
+        for group in self.param_groups:
             for name, p in zip(group.get("param_names", range(len(group["params"]))), group["params"], strict=True):
-                of_rule = None if mark else names, torchs
-                checkpoints.check_state(f"'{name}'", self._loading[p], p, blocks[p], own, *of_rule)
+                checkpoints.check_state(f"'{name}'", self._loading[p], p, blocks[p], own, names, torchs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the dtype it was saved in: torch would round moments to the parameter's.
@@ -262,9 +258,8 @@ class ModelOptimizer(Optimizer):
                 loaded = {**loaded, "param_groups": [checkpoints.in_order(*pair) for pair in pairs]}
                 self._check(loaded, mark)
             except ValueError as error:
-                raise ValueError(
-                    f"{self._owner}: this state_dict does not fit, and nothing was loaded: {error}"
-                ) from error
+                fault = "this state_dict does not fit, and nothing was loaded"
+                raise ValueError(f"{self._owner}: {fault}: {error}") from error
             return loaded
 
         handle = self.register_load_state_dict_pre_hook(check)
@@ -281,9 +276,9 @@ class ModelOptimizer(Optimizer):
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
         self._statistics.clear()
-        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.layers.items()]
-        for _, layer in pairs:
+        for layer in self._statistics.layers.values():
             layer.settled = False
+        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.layers.items()]
         pairs = [(state, layer) for state, layer in pairs if "mx" in state]
         centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
         set_centres([layer for _, layer in pairs], centres)

@@ -81,8 +81,8 @@ class CoordinateOptimizer(ModelOptimizer):
     def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> tuple[Tensor, Tensor]:
         """Add up the batch statistics over ranks; ranks without a batch take part, too."""
         parts, groups = [], self._groups()
-        for entry, layer in self._statistics.layers.items() if self.needs else []:
-            mass = self.state.get(entry.weight, {}).get("mass") if self.needs >= Statistics.INPUTS else None
+        for entry, layer in self._statistics.layers.items() if self.coordinates.needs else []:
+            mass = self.state.get(entry.weight, {}).get("mass") if self.coordinates.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
             parts.append(reduce.Part(layer, mass, reduction))
         grads = [gradient(p) for b in blocks for p in b.parameters]
@@ -190,7 +190,7 @@ class CoordinateOptimizer(ModelOptimizer):
 
         Statistics on another device are only read if the host may `wait` for them.
         """
-        if self.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
+        if self.coordinates.needs == Statistics.NOTHING or "unseen" in self._warned or at_rest(self.param_groups):
             return
         if self._statistics.model is None and blocks:
             self._warn("unseen", NO_MODEL)
