@@ -145,6 +145,7 @@ def first(name, change):
     return lambda s: s["state"][0].update({name: change(s["state"][0][name])})
 
 
+NOT_ONE = "it needs 'state', a dict, and 'param_groups', dicts with a list of 'params' each"
 # how a state_dict is broken, in place or by another, and what the error says
 BROKEN = [
     *[
@@ -156,34 +157,23 @@ BROKEN = [
         for count in (-1, nan, inf)
     ],
     *[
-        (
-            first(name, torch.Tensor.bfloat16),
-            rf"{name} of type tensor \(torch.bfloat16, torch.strided\); torch.float32 or",
-        )
+        (first(name, torch.Tensor.bfloat16), rf"{name} of type tensor \(torch.bfloat16, .*\); torch.float32 or")
         for name in ("mx", "vx", "mass", "sharing", "square", "square_mass")
     ],
-    *[
-        (change, "it needs 'state', a dict, and 'param_groups', dicts with a list of 'params' each")
-        for change in (
-            lambda s: maker.network().state_dict(),
-            lambda s: [1, 2],
-            lambda s: 3,
-            lambda s: s.update(param_groups=None),
-            lambda s: s.update(param_groups=[3]),
-            lambda s: s["param_groups"][0].update(params=None),
-            lambda s: s.update(state=None),
-        )
-    ],
+    (lambda s: maker.network().state_dict(), NOT_ONE),
+    (lambda s: [1, 2], NOT_ONE),
+    (lambda s: 3, NOT_ONE),
+    (lambda s: s.update(param_groups=None), NOT_ONE),
+    (lambda s: s.update(param_groups=[3]), NOT_ONE),
+    (lambda s: s["param_groups"][0].update(params=None), NOT_ONE),
+    (lambda s: s.update(state=None), NOT_ONE),
     (lambda s: s["param_groups"].append({"params": []}), r"its groups have \[6, 0\] parameters, here they have \[6\]"),
     (lambda s: s["state"].update({17: {}}), r"state of unknown parameters: \[17\]"),
     (lambda s: s["state"].update({0: 3}), "the state of each parameter must be a dict"),
     (lambda s: s["state"][0].__delitem__("vx"), "'0.weight' lacks vx"),
 ]
 BROKEN_ADAMW = [  # torch's rules raise at their next step otherwise
-    (
-        first("exp_avg", torch.Tensor.double),
-        r"exp_avg of type tensor \(torch.float64, torch.strided\); torch.float32 is allowed",
-    ),
+    (first("exp_avg", torch.Tensor.double), r"exp_avg of type tensor \(torch.float64, .*\); torch.float32 is allowed"),
     (lambda s: s["param_groups"][0].update(betas=(0.9, nan)), "Whitened: betas must be without nan"),
 ]
 
@@ -218,11 +208,7 @@ def other_optimizers(model):
         "adam": (model, torch.optim.Adam(parameters), "'0.weight' has exp_avg, exp_avg_sq, which is no"),
         "sgd": (model, torch.optim.SGD(parameters, momentum=0.9), "'0.weight' lacks mass, mx, sharing, square"),
         "another class": (model, evenstep.WhitenedSGD(model), "it was saved by WhitenedSGD, not by UnitStep"),
-        "fewer parameters": (
-            model[4],
-            evenstep.UnitStep(model[4]),
-            r"its groups have \[2\] parameters, here they have \[6\]",
-        ),
+        "fewer parameters": (model[4], evenstep.UnitStep(model[4]), r"its groups have \[2\] parameters, here .* \[6\]"),
     }
 
 

@@ -118,12 +118,7 @@ def preset(cls: Class) -> Class:
 
 
 def check(owner: str, group: Mapping[str, Any]) -> None:
-    """Check all hyperparameters of a group: defaults, groups that override them, saved groups.
-
-    >>> check("WhitenedSGD", {"decay": 1.5})
-    Traceback (most recent call last):
-    ValueError: WhitenedSGD: decay must be in [0, 1); got 1.5.
-    """
+    """Check all hyperparameters of a group: defaults, groups that override them, saved groups."""
     for name, value in group.items():
         words, holds = OPTIONS.get("plain_lr" if name == "plain_at" else name, Option("of a base rule")).allowed
         if not holds(value):

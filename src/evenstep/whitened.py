@@ -63,8 +63,7 @@ class Whitened(CoordinateOptimizer):
         **base_kwargs: Any,
     ) -> None:
         ours, owner = options.for_groups(locals()), type(self).__name__
-        lr = base_kwargs.get("lr")
-        if lr is not None:
+        if (lr := base_kwargs.get("lr")) is not None:
             options.check(owner, {"lr": lr})
             base_kwargs["lr"] = proxies.plain_rate(lr)
         muon = getattr(getattr(base, "func", base), "__name__", "") == "Muon"

@@ -5,8 +5,6 @@ from torch import Tensor
 
 # Muon's quintic, x ← a x + b x³ + c x⁵ on singular values: it pushes those from 0.01 to 1 to about one, fast
 QUINTIC = (3.4445, -4.7750, 2.0315)
-
-
 LEAST = 1e-3  # least mean square of a line, relative to the matrix's
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from .constants import inverse_root
 from .segments import WHOLE, Whole
 
+LONG = 5.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
+
 
 def natural_step(natural_grad: Tensor, gamma: float) -> Tensor:
     """Eq. 8, natural gradient with a stepsize: −γ G⁻¹⟨∇E⟩, given `natural_grad` = G⁻¹⟨∇E⟩."""
@@ -43,9 +45,6 @@ def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: W
     of a layer's units took whole steps along noise, and died.
     """
     return torch.maximum(average, square) + damping * over.mean(average)
-
-
-LONG = 5.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
 
 
 def own_length(square: Tensor, usual: float = 1.0) -> Tensor:

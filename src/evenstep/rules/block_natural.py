@@ -56,8 +56,7 @@ class BlockNaturalRule(Rule):
             square = running_square(step, square, ok)
         elif self.bounded:
             square = step.units.widen(running_square(step, square, ok, per_layer=True))
-        scale = inverse_root(square + step.group["eps"])
-        scale = scale.expand(sum(step.units.sizes))
+        scale = inverse_root(square + step.group["eps"]).expand(sum(step.units.sizes))
         weights = [w * s for w, s in zip(step.on_v.weights, step.rows(scale), strict=True)]
         return OnV(weights, [bias * scale for bias in step.on_v.biases])
 
@@ -65,11 +64,11 @@ class BlockNaturalRule(Rule):
         """RMSProp: each weight over the root of its own running mean square."""
         values = step.as_parameters(step.on_v)
         squares = [value * value for value in values]
-        group = step.group
+        eps, decay = step.group["eps"], step.group["decay"]
         if self.bounded:
-            averages, masses, decay = step.buffers("square"), step.buffers("square_mass"), group["decay"]
-            weights = masses if group["bias_correction"] else [torch.ones_like(mass) for mass in masses]
+            averages, masses = step.buffers("square"), step.buffers("square_mass")
+            weights = masses if step.group["bias_correction"] else [torch.ones_like(mass) for mass in masses]
             squares = [fold_mean(*three, decay) for three in zip(averages, squares, weights, strict=True)]
             put(averages, squares, ok)
             put(masses, [gain(mass, decay)[1] for mass in masses], ok)
-        return step.as_blocks([stepsize.normalized(v, q, group["eps"]) for v, q in zip(values, squares, strict=True)])
+        return step.as_blocks([stepsize.normalized(v, q, eps) for v, q in zip(values, squares, strict=True)])

@@ -174,7 +174,7 @@ def remembered(proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[s
     rule, like = proxy.rule, proxy.q.detach()
     mine = {k: proxy.to_rule(v) for k, v in state.items() if k not in Whitening.state and (rule.counts or k != "step")}
     # torch's rules once counted steps in plain numbers
-    mine |= {k: torch.tensor(float(v)) for k, v in mine.items() if k in rule.scalars and not isinstance(v, Tensor)}
+    mine |= {k: torch.tensor(float(mine[k])) for k in rule.scalars if isinstance(mine.get(k), int | float)}
     own = rule.keeps - {"step"}
     others = foreign & mine.keys() or (own and not own & mine.keys())
     alike = {k: v for k, v in mine.items() if isinstance(v, Tensor) and v.dim() and k not in rule.shaped_apart}

@@ -29,15 +29,10 @@ class Plan(NamedTuple):
     steps: list[Step]
     sizes: list[int]  # how much state each parameter of the optimizer had
     homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
-    frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory
 
     def current(self, signature: list[Any]) -> bool:
         """Whether the plan still holds."""
-        return (
-            self.signature == signature
-            and all(name in home for home, name in self.homes)
-            and all(memory_of(block.frozen) == then for block, then in self.frozen)
-        )
+        return self.signature == signature and all(name in home for home, name in self.homes)
 
     def lacks(self, state: Any) -> bool:
         """Whether some state that parameters had is gone."""
@@ -54,9 +49,8 @@ class Plan(NamedTuple):
 def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) -> Plan:
     """A plan for these blocks."""
     homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
-    frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(blocks, state, compiled)
-    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
+    return Plan(signature, blocks, steps, [*map(len, state.values())], homes)
 
 
 def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:

@@ -147,8 +147,8 @@ def check_value(
 
 def step_count(p: Tensor, count: float) -> Tensor:
     """A count of steps beside a parameter, in the dtype that torch has for them."""
-    wide = torch.get_default_dtype() == torch.float64
-    return torch.tensor(float(count), dtype=torch.float64 if wide else torch.float32, device=p.device)
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.tensor(float(count), dtype=dtype, device=p.device)
 
 
 def restore(

@@ -37,7 +37,7 @@ class ModelOptimizer(Optimizer):
     rule: Rule = GradientRule()
     _torch_rules: Sequence[TorchClass] = ()
     _copied: ClassVar[tuple[str, ...]] = ()  # attributes that a copy of the optimizer keeps
-    process_group: Any
+    process_group: Any = None
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], model: nn.Module | None = None, process_group: Any = None
@@ -63,7 +63,6 @@ class ModelOptimizer(Optimizer):
         self._warned: set[str] = set()
         self._nonfinite = torch.zeros((), dtype=torch.int64)
         self._loading: dict[Tensor, Any] = {}  # state that is about to be loaded
-        self.process_group = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and state, as torch's, and what the rule needs; never the model or its hooks."""
@@ -199,8 +198,7 @@ class ModelOptimizer(Optimizer):
     @property
     def nonfinite_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite (reads the device)."""
-        count = int(self._nonfinite)
-        if count:
+        if count := int(self._nonfinite):
             self._warn("nonfinite", NONFINITE)
         return count
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ...kernels.input_sums import AVAILABLE, SLOTS
 from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
-from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
 from ..block import Block
 from . import table_spec as spec
@@ -44,7 +43,7 @@ def serves(block: Block) -> bool:
     stage = block.statistics
     if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
-    if stage is not None and stage.tally.dtype != accumulation_dtype(weight.dtype):  # the model had another dtype
+    if stage is not None and stage.tally.dtype != torch.float32:  # the model had another dtype
         return False
     gap = inner(block)
     if gap is None or not pieces(block, groups * units, inputs * kernel):
@@ -157,12 +156,9 @@ class TritonStep:
         if self.needs_direction:
             self._along_rows("add_up")
         self.mask = self.always if ok is None else ok
-        self._launch(
-            "measure",
-            *(self.layers, self.sums, self.motion, self.last, self.fired, self.mask, self.total, len(self.blocks)),
-            *(guards.TRUST_FLOOR, 1 - self.momentum),
-            parts=PARTS,
-        )
+        buffers = self.layers, self.sums, self.motion, self.last, self.fired
+        numbers = self.total, len(self.blocks), guards.TRUST_FLOOR, 1 - self.momentum
+        self._launch("measure", *buffers, self.mask, *numbers, parts=PARTS)
         self._along_rows("move")
         torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
 

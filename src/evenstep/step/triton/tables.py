@@ -1,7 +1,6 @@
 """The tables that the kernels read: where each block's numbers are, their shapes, and settings."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +44,9 @@ def aligned(number: int) -> int:
     return -(-number // ALIGNED) * ALIGNED
 
 
-class Place(NamedTuple):
-    """Where a torch rule sees a block in the buffers that all share, and the distances between rows, and biases."""
-
-    start: int
-    bias: int
-    row: int
-    bias_row: int
+# where a torch rule sees a block in the buffers that all share: its start, that of its bias, and the distances between
+# rows, and biases
+Place = tuple[int, int, int, int]
 
 
 def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
@@ -60,10 +55,10 @@ def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
     for block in blocks:
         columns, biased, size = block.weight.numel() // block.units, len(block.biases), block.weight.numel()
         if block.rule.joint(block):
-            found.append(Place(end, end + columns, columns + biased, columns + biased))
+            found.append((end, end + columns, columns + biased, columns + biased))
             end += aligned(size + block.units * biased)
         else:
-            found.append(Place(end, end + aligned(size), columns, 1))
+            found.append((end, end + aligned(size), columns, 1))
             end += aligned(size) + aligned(block.units * biased)
     return found, end
 
@@ -71,7 +66,7 @@ def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
 def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list[list[int]], int, int]:
     """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
     rows, counters, width, total = list[list[int]](), 0, 0, 0
-    for block, place in zip(blocks, places, strict=True):
+    for block, (_, _, apart, bias_apart) in zip(blocks, places, strict=True):
         groups, units, inputs, area = block.layout(block.weight).shape
         moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
@@ -79,7 +74,7 @@ def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list
         row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
         row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if moments else (1, 0)
         row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
-        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = place.row // cut, place.bias_row
+        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = apart // cut, bias_apart
         row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
         row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
         row[spec.COUNTER] = -1
