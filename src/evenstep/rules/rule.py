@@ -100,7 +100,8 @@ class RuleStep:
 
     def write(self, values: Mapping[str, Tensor], ok: Tensor | None) -> None:
         """Write packed fields back, unless the mask `ok` says that the step does not count."""
-        old, new = list[Tensor](), list[Tensor]()
+        old: list[Tensor] = []  # compilers cannot call list[Tensor]
+        new: list[Tensor] = []
         for name, value in values.items():
             live = self.live(name)
             old += live
