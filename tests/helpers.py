@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from cases import BY_HAND, ONE_EACH, OPTIMIZERS, TORCH_RULES
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kind import Look
-from evenstep.statistics.batch import LayerStatistics
+from evenstep.statistics.layer_statistics import LayerStatistics
 from evenstep.step.torch_step import TorchStep
 from oracle import assert_same_parameters, log_cosh
 

@@ -27,7 +27,7 @@ ORDER = [  # a package or file imports what stands before it alone, but for the 
     "statistics",
     "rules",
     "step",
-    "parallel.reduce",
+    "parallel.reduce_statistics",
     "torch_optimizer",
     "optimizers",
     "even_step",

@@ -37,7 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from evenstep.kernels.input_sums import TALL
 from evenstep.step.triton import table_spec as spec
-from evenstep.step.triton.host import LAUNCH, kernels
+from evenstep.step.triton.triton_step import LAUNCH, kernels
 from evenstep.kernels import triton_input_sums
 
 tables = dict.fromkeys(("addresses", "shapes"), "*i64")

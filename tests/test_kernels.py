@@ -13,7 +13,7 @@ from cases import BY_HAND, TORCH_RULES
 from evenstep.coordinates.whitening import Whitening
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
-from evenstep.statistics.batch import LayerStatistics
+from evenstep.statistics.layer_statistics import LayerStatistics
 from evenstep.step.triton import host, tables
 from helpers import (
     CPU_AND_GPU,

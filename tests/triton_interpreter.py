@@ -15,7 +15,7 @@ import helpers
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layer_kind import Look
-from evenstep.statistics.batch import LayerStatistics
+from evenstep.statistics.layer_statistics import LayerStatistics
 from evenstep.step.triton import host, tables
 
 

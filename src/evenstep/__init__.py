@@ -7,8 +7,8 @@ guard; all are `torch.optim.Optimizer`s that take the model as their first argum
 from .batchnorm import fold_batchnorm, insert_batchnorm
 from .even_step import EvenStep
 from .model.coverage import Coverage
+from .model.known_layers import register_layer
 from .model.layer_kind import LayerKind, Look, Slot
-from .model.layers import register_layer
 from .monitor import CurvatureMonitor
 from .optimizers import BlockNaturalSGD, CanonicalSGD, FanInSGD, UnitStep, WhitenedSGD
 from .weight_decay import decay_groups

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from .model.layers import kind_of
+from .model.known_layers import kind_of
 from .model.survey import join, lookup
 from .parallel.dtensor import sharded
 from .statistics.hooks import Hook

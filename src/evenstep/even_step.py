@@ -13,8 +13,8 @@ from .coordinates.plain_size import PlainSize
 from .model.survey import Entry
 from .optimizers import WithMoments
 from .options import preset
+from .rules.check_torch_class import TorchClass
 from .rules.orthogonal import OrthogonalRule
-from .rules.torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block, Choice, Group
 from .torch_optimizer.optimizer_step import CoordinateOptimizer

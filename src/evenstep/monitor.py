@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 
 from .coordinates.coordinates import Statistics
 from .math.moments import batch_moments, usable
-from .statistics.batch import LayerStatistics
+from .statistics.layer_statistics import LayerStatistics
 from .step.block import Block
 from .torch_optimizer.optimizer_step import CoordinateOptimizer
 

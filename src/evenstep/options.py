@@ -56,7 +56,8 @@ class Option(NamedTuple):
 
 
 RATE = "a finite number >= 0 or a one-element tensor", is_rate
-NONNEGATIVE = "a finite number >= 0", lambda v: v is None or (is_number(v) and v >= 0)
+NONNEGATIVE = "a finite number >= 0", lambda v: is_number(v) and v >= 0
+NONNEGATIVE_OR_NONE = "a finite number >= 0, or None", lambda v: v is None or (is_number(v) and v >= 0)
 POSITIVE_OR_NONE = "a finite number > 0, or None to turn it off", lambda v: v is None or (is_number(v) and v > 0)
 FRACTION = "in [0, 1)", lambda v: is_number(v) and 0 <= v < 1
 ROWS = "a whole number > 0, or None for all of them", lambda v: v is None or (is_number(v, whole=True) and v > 0)
@@ -79,7 +80,7 @@ OPTIONS = {
     "rows": Option("how many rows of a layer's input a forward looks at, evenly spread; None for all", ROWS),
     "eps": Option("μ of eq. 11, absolute, inside the root", NONNEGATIVE, "Invalid epsilon value: "),
     "plain_lr": Option(
-        "`lr` of parameters outside layers (None: as layers); follows `lr` and its schedules", NONNEGATIVE
+        "`lr` of parameters outside layers (None: as layers); follows `lr` and its schedules", NONNEGATIVE_OR_NONE
     ),
     "head": Option('name or pattern of the head\'s weight: "auto" is the layer called last, None no layer'),
     "sharing": Option("S of every layer, when it is not to be counted", POSITIVE_OR_NONE),
@@ -87,14 +88,14 @@ OPTIONS = {
     "maximize": Option("ascend", FLAG),
     "foreach": Option("False steps layer by layer, in less memory; `Whitened` hands it to its rule, too", FLAG_OR_NONE),
     "block": Option('what shares a denominator: "network", "unit", "weight"', one_of("network", "unit", "weight")),
-    "bounded": Option("eq. 11's running mean square; False: the batch's own"),
-    "bias_correction": Option('of that running mean; False makes `block="weight"` RMSProp exactly'),
+    "bounded": Option("eq. 11's running mean square; False: the batch's own", FLAG),
+    "bias_correction": Option('of that running mean; False makes `block="weight"` RMSProp exactly', FLAG),
     "reduction": Option('how the loss reduces the batch: "mean" or "sum"', one_of("mean", "sum")),
     "scaler": Option("the GradScaler in use, whose factor is taken out of g²"),
     "base": Option("the torch class, or a partial of it"),
     "base_kwargs": Option("the keywords of `base` itself, its `lr` among them"),
     "joint": Option("show the rule a layer as one matrix, bias as a column; None: for Muon alone", FLAG),
-    "fan_in_power": Option("a layer's stepsize is divided by this power of its inputs per unit", NONNEGATIVE),
+    "fan_in_power": Option("a layer's stepsize is divided by this power of its inputs per unit", NONNEGATIVE_OR_NONE),
     "plain": Option("the rule for parameters outside layers; None: `base`, or AdamW beside Muon"),
     "capturable": Option("`step()` never reads the device, on a CPU either, and can be captured in a CUDA graph", FLAG),
     "process_group": Option("the processes that train one network: None is the world group, False is no group", GROUP),

@@ -12,7 +12,7 @@ from .coordinates.coordinates import Coordinates
 from .coordinates.plain_size import PlainSize
 from .options import explained
 from .rules import torch_rule as proxies
-from .rules.torch_class import TorchClass
+from .rules.check_torch_class import TorchClass
 from .rules.torch_rule import TorchRule
 from .step.block import Block
 from .torch_optimizer.optimizer_step import CoordinateOptimizer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .layers import kind_of, of_class
+from .known_layers import kind_of, of_class
 from .survey import Entry, join, lookup
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel import dtensor
+from .known_layers import check_layout, kind_of
 from .layer_kind import LayerKind, Slot
-from .layers import check_layout, kind_of
 
 
 @dataclass(eq=False)

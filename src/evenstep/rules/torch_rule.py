@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..coordinates.coordinates import Schema, Statistics
 from ..coordinates.whitening import Whitening
 from ..parallel import dtensor
+from .check_torch_class import TorchClass
 from .rule import Rule, RuleStep, plain_share, stand_in
-from .torch_class import TorchClass
 
 
 class Proxy(NamedTuple):

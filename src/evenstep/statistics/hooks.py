@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from .. import foreach
 from ..coordinates.coordinates import Statistics
 from ..math.moments import sum_about
+from ..model.known_layers import BY_SHAPE
 from ..model.layer_kind import first_input, rows_of
-from ..model.layers import BY_SHAPE
 from ..model.survey import Entry
 from ..parallel import dtensor
-from .batch import CallPlan, ForwardState, LayerStatistics, graph_task_id, in_transform
+from .layer_statistics import CallPlan, ForwardState, LayerStatistics, graph_task_id, in_transform
 
 PLANS = 8  # shapes of calls that a layer's hook remembers
 

@@ -16,7 +16,7 @@ from ..coordinates.coordinates import Coordinates
 from ..model.survey import Entry
 from ..parallel import dtensor
 from ..rules.rule import Rule, plain_share
-from ..statistics.batch import LayerStatistics
+from ..statistics.layer_statistics import LayerStatistics
 
 Group = dict[str, Any]
 

@@ -16,7 +16,7 @@ from ..parallel import dtensor
 from ..rules.rule import Rule
 from .block import Block, gradient
 from .torch_step import TorchStep
-from .triton.host import TritonStep, serves
+from .triton.triton_step import TritonStep, serves
 
 Step = TorchStep | TritonStep  # one interface: look, finite, move, commit, and what `RuleStep` shows to rules
 

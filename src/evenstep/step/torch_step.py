@@ -21,7 +21,7 @@ from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, RuleStep, pack
-from ..statistics.batch import LayerStatistics, set_centres
+from ..statistics.layer_statistics import LayerStatistics, set_centres
 from .block import Block, all_finite, gradient
 from .state import schema_of
 

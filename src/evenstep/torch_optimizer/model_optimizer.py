@@ -16,15 +16,15 @@ from ..coordinates.fan_in import FanIn
 from ..coordinates.whitening import Whitening
 from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
+from ..rules.check_torch_class import TorchClass
 from ..rules.gradient import GradientRule
 from ..rules.rule import Rule
-from ..rules.torch_class import TorchClass
-from ..statistics.batch import set_centres
 from ..statistics.hooks import ModelStatistics
+from ..statistics.layer_statistics import set_centres
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
-from .two_optimizers import attached, claim
+from .rival_optimizers import attached, claim
 
 INSIDE = "evenstep", "torch", "contextlib"  # packages through which a user's call comes here
 NONFINITE = "a gradient is not finite; the step is skipped, weights and moments are unchanged."

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from .. import foreach
 from ..coordinates.coordinates import Statistics
-from ..parallel import reduce
+from ..parallel import reduce_statistics
 from ..step import plan as plans
 from ..step.block import Block, gradient
 from ..step.plan import Plan
@@ -64,7 +64,7 @@ class CoordinateOptimizer(ModelOptimizer):
         first = not self._complete
         busy = self._statistics.forwards.saw_rows is not False
         alone = not (dist.is_available() and dist.is_initialized())
-        ranks = None if alone else reduce.ranks_of(self.process_group)
+        ranks = None if alone else reduce_statistics.ranks_of(self.process_group)
         self._world = 1 if ranks is None else ranks.size()
         plan = self._planned(compiled)
         finite, others = (None, 0) if ranks is None else self._reduced(ranks, plan.blocks, busy)
@@ -83,9 +83,9 @@ class CoordinateOptimizer(ModelOptimizer):
         for entry, layer in self._statistics.layers.items() if self.coordinates.needs else []:
             mass = self.state.get(entry.weight, {}).get("mass") if self.coordinates.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
-            parts.append(reduce.Part(layer, mass, reduction))
+            parts.append(reduce_statistics.Part(layer, mass, reduction))
         grads = [gradient(p) for b in blocks for p in b.parameters]
-        return reduce.reduce(ranks, self._statistics, parts, grads, busy=busy)
+        return reduce_statistics.reduce(ranks, self._statistics, parts, grads, busy=busy)
 
     def _planned(self, compiled: bool) -> Plan:
         """The plan; made again when parameters, gradients or groups come and go.

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..math.moments import Sums, recentre
-from ..statistics.batch import LayerStatistics
 from ..statistics.hooks import ModelStatistics
+from ..statistics.layer_statistics import LayerStatistics
 from ..step.block import all_finite
 
 
