@@ -26,7 +26,7 @@ class Canonical(Whitening):
         scales, widen = super().at(state, batch, layers), layers.outputs.widen
         started = state["mass"] > 0
         mg2 = torch.where(widen(started), state["mg2"], batch_mg2(batch, layers))
-        beta = inverse_root(damped(mg2, layers.group["damping"], layers.outputs))
+        beta = inverse_root(damped(mg2, layers.group["damping"], layers.outputs)).nan_to_num(0.0)  # of a skipped batch
         geometry = torch.ones_like(started, dtype=beta.dtype) if scales.beta is None else scales.beta
         known = widen(started | (batch.applied > 0))
         return scales._replace(beta=torch.where(known, beta, widen(geometry)))
