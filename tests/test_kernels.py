@@ -14,7 +14,7 @@ from evenstep.coordinates.whitening import Whitening
 from evenstep.kernels import input_sums as kernel
 from evenstep.kernels import launch
 from evenstep.statistics.layer_statistics import LayerStatistics
-from evenstep.step.triton import host, tables
+from evenstep.step.triton import tables, triton_step
 from helpers import (
     CPU_AND_GPU,
     GPU,
@@ -92,10 +92,10 @@ class HalfWhitening(Whitening):
 
 @pytest.mark.parametrize(("coordinates", "served"), [(Whitening, True), (HalfWhitening, False)])
 def test_kernels_leave_coordinates_that_they_do_not_know_to_torch(coordinates, served, monkeypatch):
-    monkeypatch.setattr(host, "runs_on", lambda weight: True)
+    monkeypatch.setattr(triton_step, "runs_on", lambda weight: True)
     optimizer = type("Derived", (evenstep.WhitenedSGD,), {"coordinates": coordinates})(nn.Linear(4, 3))
     (block,) = optimizer._blocks(lambda p: True)
-    assert host.serves(block) is served
+    assert triton_step.serves(block) is served
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

@@ -12,14 +12,14 @@ from torch.testing import assert_close
 
 import evenstep
 import oracle
-from evenstep.model import layers
+from evenstep.model import known_layers
 from helpers import PAPER, Forward, coverage_of, every_optimizer, fit, is_finite, moved_by, randn, still, weights
 
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
     """Undo after each test the registrations it made."""
-    monkeypatch.setattr(layers, "KINDS", dict(layers.KINDS))
+    monkeypatch.setattr(known_layers, "KINDS", dict(known_layers.KINDS))
 
 
 def some_batches(*shape):

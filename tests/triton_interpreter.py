@@ -16,7 +16,7 @@ from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layer_kind import Look
 from evenstep.statistics.layer_statistics import LayerStatistics
-from evenstep.step.triton import host, tables
+from evenstep.step.triton import tables, triton_step
 
 
 def with_bools(name, place):
@@ -56,22 +56,22 @@ class Direct:
 
 def steps(name):
     """Compare steps by the kernels with torch's, block by block."""
-    host.HostTable = Direct
+    triton_step.HostTable = Direct
     torch.cuda.is_current_stream_capturing = lambda: False
-    host.runs_on = lambda weight: weight.dtype in host.KINDS
-    count, look = 0, host.TritonStep.look
+    triton_step.runs_on = lambda weight: weight.dtype in triton_step.KINDS
+    count, look = 0, triton_step.TritonStep.look
 
     def counted(self, divisor=None):
         nonlocal count
         count += 1
         look(self, divisor)
 
-    host.TritonStep.look = counted
+    triton_step.TritonStep.look = counted
     agree = helpers.assert_steps_agree
     for poison in ((), (1,)):
         torch.manual_seed(3)
         agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison)
-    host.LAUNCH["measure"] = 1, 16  # so that several programs share the embedding
+    triton_step.LAUNCH["measure"] = 1, 16  # so that several programs share the embedding
     tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
     for misaligned in (False, True):
         net = helpers.Net(wide=True, rows=40, long=19 * 24)
