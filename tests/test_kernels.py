@@ -75,7 +75,7 @@ def test_a_fused_step_serves_half_precision_in_channels_last(dtype, name):
         (True, 1, 1024, 1),  # short
         (True, 300, 197 * 768, 1),  # many rows
         (True, 1, 16411, 0),  # a prime
-        (True, 1, 19 * 945, 0),  # pieces of odd lengths alone
+        (True, 1, 19 * 945, 19),  # pieces of odd lengths alone
         (False, 10, 197 * 768, 0),  # a layer's rows stay whole
     ],
 )
@@ -95,7 +95,7 @@ def test_kernels_leave_coordinates_that_they_do_not_know_to_torch(coordinates, s
     monkeypatch.setattr(triton_step, "runs_on", lambda weight: True)
     optimizer = type("Derived", (evenstep.WhitenedSGD,), {"coordinates": coordinates})(nn.Linear(4, 3))
     (block,) = optimizer._blocks(lambda p: True)
-    assert triton_step.serves(block) is served
+    assert triton_step.serves(block, optimizer.state) is served
 
 
 @pytest.mark.filterwarnings("ignore:.*no layer of this Embedding is covered")

@@ -6,8 +6,7 @@ that the compiler does not look into: of the plain version it makes reductions a
 """
 
 from functools import cache
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +18,42 @@ SLOTS = 16
 PROGRAMS = 768  # more than these only wait for each other
 TALL = {16: 64, 32: 32}  # rows at a time, for so many inputs; by measurement on an H200
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-AVAILABLE = find_spec("triton") is not None
+
+
+@cache
+def available() -> bool:
+    """Whether Triton is there."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def slots(like: Tensor, device: torch.device | None = None) -> int:
     """How many slots sums need: several where the kernel runs."""
-    return SLOTS if (device or like.device).type == "cuda" and AVAILABLE else 1
+    return SLOTS if (device or like.device).type == "cuda" and available() else 1
 
 
 def serves(x: Tensor, slots: Tensor) -> bool:
     """Whether the kernel can take this input."""
-    plain = type(x) is Tensor and x.is_cuda and x.dtype in KINDS and x.dim() <= 5
-    return plain and len(slots) == SLOTS and slots.dtype == torch.float32
+    return (
+        x.is_cuda
+        and len(slots) == SLOTS
+        and x.dtype in KINDS
+        and slots.dtype == torch.float32
+        and type(x) is Tensor
+        and x.dim() <= 5
+    )
 
 
-Call = tuple[Any, tuple[int, int, int], tuple[int, ...], dict[str, Any]]  # a launch: key, grid, numbers, constants
+class Call(NamedTuple):
+    """How the kernel is launched for tensors of one shape, layout and alignment."""
+
+    key: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
 
 
 def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> bool:
@@ -41,12 +61,13 @@ def add(x: Tensor, look: Any, stage: Any, calls: dict[Any, Call]) -> bool:
 
     `calls` keeps what depends on the shape alone.
     """
-    kind = x.device, x.dtype, x.data_ptr() % 16
-    if kind not in calls:
-        if not serves(x, stage.slots):
+    slots, kind = stage.slots, (x.device, x.dtype, x.data_ptr() % 16)
+    call = calls.get(kind)
+    if call is None:
+        if not serves(x, slots):
             return False
-        calls[kind] = prepare(x, look.dim, (look.zeros, look.applied, look.examples))
-    launch(calls[kind], x, stage.slots, stage.centre, stage.tally, stage.seen, stage.clock)
+        call = calls[kind] = prepare(x, look.dim, (look.zeros, look.applied, look.examples))
+    launch(call, x, slots, stage.centre, stage.tally, stage.seen, stage.clock)
     return True
 
 
@@ -84,7 +105,7 @@ torch.library.register_fake("evenstep::add_moments", lambda *arguments: None, li
 
 
 def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
-    """How to launch for tensors like `x`, inputs along `dim`; `counts` are added to the tally behind the rows."""
+    """The call for tensors like `x`, inputs along `dim`; `counts` are added to the tally behind the rows."""
     others = merged([(x.shape[d], x.stride(d)) for d in range(x.dim()) if d != dim % x.dim()])
     sizes, strides = zip(*[(1, 0)] * (4 - len(others)), *others, strict=True)
     inputs, step = x.shape[dim], x.stride(dim)
@@ -92,28 +113,35 @@ def prepare(x: Tensor, dim: int, counts: tuple[int, int, int]) -> Call:
     columns, aligned = -(-inputs // width), x.data_ptr() % 16 == 0
     even = aligned and step == 1 and inputs % 8 == 0 and all(stride % 8 == 0 for stride in strides)
     numbers = (x.numel() // inputs, *counts, inputs, step, *sizes[1:], *strides)
-    key = x.device.index, x.dtype, aligned, max(numbers) < 2**31
-    grid = columns, min(SLOTS, max(2, PROGRAMS // columns)), 1
-    constants = {"DENSE": step == 1, "EVEN": even, "LINE": len(others) < 2, "WIDTH": width, "TALL": TALL[width]}
-    return key, grid, numbers, constants
+    return Call(
+        (x.device.index, x.dtype, aligned, max(numbers) < 2**31),
+        (columns, min(SLOTS, max(2, PROGRAMS // columns)), 1),
+        numbers,
+        {"DENSE": step == 1, "EVEN": even, "LINE": len(others) < 2, "WIDTH": width, "TALL": TALL[width]},
+    )
 
 
 def merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sizes and strides of the same elements in the same order, with as few dimensions as possible."""
+    """Sizes and strides of the same elements in the same order, with as few dimensions as possible.
+
+    >>> merged([(16, 1024), (1, 7), (64, 16), (2, 3)])
+    [(1024, 16), (2, 3)]
+    """
     found: list[tuple[int, int]] = []
     for size, stride in dims:
+        if size == 1:
+            continue
         if found and found[-1][1] == size * stride:
             found[-1] = found[-1][0] * size, stride
-        elif size != 1:
+        else:
             found.append((size, stride))
     return found
 
 
 def launch(call: Call, *tensors: Tensor) -> None:
     """Run the kernel."""
-    key, grid, numbers, constants = call
     with on(tensors[0].device):
-        _kernel()(key, grid, tensors + numbers, 4, **constants)
+        _kernel()(call.key, call.grid, tensors + call.numbers, 4, **call.constants)
 
 
 @cache

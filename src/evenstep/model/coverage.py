@@ -72,10 +72,10 @@ def coverage_of(
             if block is None:
                 treatment, why = "frozen", ["requires_grad is False"]
             elif block.entry is None:
-                treatment, why = block.treatment, [remark(block, p), reasons.get(id(p)) or why_plain(owner)]
+                treatment, why = block.coordinates.name, [remark(block, p), reasons.get(id(p)) or why_plain(owner)]
             else:
                 blind = unseen_so_far(state.get(block.weight, {}))
-                treatment = "fan-in" if blind else block.treatment
+                treatment = "fan-in" if blind else block.coordinates.name
                 why = [remark(block, p), *why_treated(block, block.entry, blind)]
             kind = "" if owner is None else type(owner).__name__
             table.append(Row(name, kind, treatment, "; ".join(filter(None, why))))
@@ -84,8 +84,8 @@ def coverage_of(
 
 def why_treated(block: "Block", entry: Entry, blind: bool) -> list[str]:
     """What is special about a layer's treatment. `blind`: it moved, and no input was ever seen."""
-    fan_in = block.treatment == "fan-in" and not block.alone
-    implied = block.treatment in ("whitened", "canonical") and not (block.biases or block.alone or blind)
+    fan_in = block.coordinates.name == "fan-in" and not block.alone
+    implied = block.coordinates.name in ("whitened", "canonical") and not (block.biases or block.alone or blind)
     remarks = {
         "moves without its weight": block.alone,
         "its input is not seen": fan_in and not entry.slot.input_visible,
@@ -93,7 +93,7 @@ def why_treated(block: "Block", entry: Entry, blind: bool) -> list[str]:
         "no bias trains with it: implied bias": implied,
         UNSEEN: blind,
         "tied: " + ", ".join(path for path, _ in entry.places): len(entry.places) > 1,
-        "sequences taken as [time, batch, feature]": entry.batch_dim == 1 and block.treatment != "plain",
+        "sequences taken as [time, batch, feature]": entry.batch_dim == 1 and block.coordinates.name != "plain",
     }
     return [remark for remark, holds in remarks.items() if holds]
 

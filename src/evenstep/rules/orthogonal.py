@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import polar
 from ..parallel import dtensor
@@ -98,7 +97,7 @@ class OrthogonalRule(Rule):
             if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
                 rows = factors[k][block.group_of_rows()]
                 factors[k] = block.unmatrix(rows[:, None].expand(block.matrix(weight).shape))
-        foreach.mul_(weights, factors)
+        torch._foreach_mul_(weights, factors)
         return unpack((norm * shrink).maximum(self.least * radius), radii)
 
     def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:

@@ -56,8 +56,15 @@ class Rule:
             step.direction = self.direction(step, ok)
 
     def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
-        """The direction of the blocks of one step."""
-        raise NotImplementedError
+        """The direction of the blocks of one step: the gradient, or its momentum where the groups ask for that."""
+        return Direction(*heavy_ball(step, step.on_v, ok))
+
+
+class GradientRule(Rule):
+    """The gradient itself; with momentum, its heavy ball, which is what every rule begins with."""
+
+    linear = True
+    fused = ()
 
 
 class RuleStep:
@@ -82,17 +89,12 @@ class RuleStep:
         self.split_units = dtensor.groups_along(first.weight, rows=False)
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
         self.on_v, self.scales = OnV([], []), list[Scales]()
-        self.own: list[dict[str, Any]] = []  # what `owned` gives, once it is known in this step
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
-        return [b.local(own[name]) for b, own in zip(self.blocks, self.own or self.owned(), strict=True)]
-
-    def owned(self) -> list[dict[str, Any]]:
-        """The state of each block's weight."""
-        return [self.state[b.weight] for b in self.blocks]
+        return [b.local(self.state[b.weight][name]) for b in self.blocks]
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""

@@ -131,11 +131,6 @@ class Block:
         return self.entry is not None or self.weight.dim() > 1
 
     @property
-    def treatment(self) -> str:
-        """The name of its coordinates."""
-        return self.coordinates.name
-
-    @property
     def parameters(self) -> list[Tensor]:
         """The weight, then the biases."""
         return [self.weight, *self.biases]

@@ -29,10 +29,15 @@ class Plan(NamedTuple):
     steps: list[Step]
     sizes: list[int]  # how much state each parameter of the optimizer had
     homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
+    frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory: kernels read them
 
     def current(self, signature: list[Any]) -> bool:
         """Whether the plan still holds."""
-        return self.signature == signature and all(name in home for home, name in self.homes)
+        return (
+            self.signature == signature
+            and all(name in home for home, name in self.homes)
+            and all(memory_of(block.frozen) == then for block, then in self.frozen)
+        )
 
     def lacks(self, state: Any) -> bool:
         """Whether some state that parameters had is gone."""
@@ -49,8 +54,9 @@ class Plan(NamedTuple):
 def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) -> Plan:
     """A plan for these blocks."""
     homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
+    frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(blocks, state, compiled)
-    return Plan(signature, blocks, steps, [*map(len, state.values())], homes)
+    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
 
 
 def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
@@ -59,7 +65,7 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
     kernels = not compiled and any(block.entry is not None for block in blocks)
     found: dict[Any, list[Block]] = {}
     for block in blocks:
-        backend = TritonStep if kernels and serves(block) else TorchStep
+        backend = TritonStep if kernels and serves(block, state) else TorchStep
         weight: Any = block.weight
         key: list[Any] = [backend, weight.device, weight.dtype, id(block.rule), block.group.get("momentum", 0.0)]
         if backend is TorchStep:

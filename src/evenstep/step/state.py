@@ -6,21 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coordinates.coordinates import Field, Schema
+from ..coordinates.coordinates import Field
 from ..math.moments import accumulation_dtype
 from ..math.polar import rows_are_longer
 from ..parallel import dtensor
 from .block import Block
 
 
-def schema_of(block: Block) -> Schema:
-    """All fields of a block's state."""
-    return {**block.coordinates.state, **block.rule.state(block.group.get("momentum", 0.0))}
-
-
 def fields_of(block: Block) -> Iterator[tuple[Tensor, str, Field]]:
     """Every tensor that the block's state must have: its parameter, its name, its field."""
-    for name, field in schema_of(block).items():
+    schema = {**block.coordinates.state, **block.rule.state(block.group.get("momentum", 0.0))}
+    for name, field in schema.items():
         each = field.per in ("parameter", "count")
         for p in block.parameters if each else [block.weight]:
             yield p, name, field

@@ -21,9 +21,8 @@ from ..math.moments import usable as usable_sums
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, RuleStep, pack
-from ..statistics.layer_statistics import LayerStatistics, set_centres
+from ..statistics.layer_statistics import set_centres
 from .block import Block, all_finite, gradient
-from .state import schema_of
 
 
 class TorchStep(RuleStep):
@@ -34,7 +33,8 @@ class TorchStep(RuleStep):
     def __init__(self, blocks: Sequence[Block], state: Any) -> None:
         """Either all blocks belong to layers, or none."""
         self.stages = [block.statistics for block in blocks if block.statistics is not None]
-        super().__init__(blocks, state, widest(blocks, self.stages, state))
+        dtypes = [accumulation_dtype(blocks[0].weight.dtype), *(s.centre.dtype for s in self.stages)]
+        super().__init__(blocks, state, reduce(torch.promote_types, dtypes))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
         self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
@@ -67,14 +67,14 @@ class TorchStep(RuleStep):
         self.kept: dict[str, Tensor] = {}
         self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
-        self.packed, self.scales, self.own = Scales(), [], []
+        self.packed, self.scales = Scales(), []
         self.on_v, self.direction = OnV([], []), Direction([], [])
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        self.own, self.square, self.length2 = self.owned(), None, None
+        self.square, self.length2 = None, None
         grads = self.wide([gradient(p) for p in self.parameters])
         self.kept = {name: self.read(name) for name in self.coordinates.state}
         self.batch = self._batch()
@@ -183,11 +183,8 @@ class TorchStep(RuleStep):
             biases = [bias - mean for bias in biases]
         own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
         gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
-        if own and isinstance(gains[0], Tensor):
-            foreach.mul_(steps, gains)
-        else:
-            for k, g in enumerate(gains):  # one by one: each may be as large as its weight
-                steps[k] = steps[k] * g
+        for k, g in enumerate(gains):  # one by one: each may be as large as its weight
+            steps[k] = steps[k].mul_(g) if own else steps[k] * g
         self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
     def _scaled(self, biases: list[Tensor], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
@@ -271,12 +268,3 @@ class TorchStep(RuleStep):
                 centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
             set_centres(self.stages, torch.split(centre, self.layers.inputs.sizes), known=self.batch.complete)
         self._release()
-
-
-def widest(blocks: Sequence[Block], stages: Sequence[LayerStatistics], state: Any) -> torch.dtype:
-    """What to compute in: float32 or better, and no less than state that a model of another dtype has left."""
-    names = schema_of(blocks[0])
-    kept = [state[b.weight][name].dtype for b in blocks for name in names if name in state[b.weight]]
-    dtypes = [accumulation_dtype(blocks[0].weight.dtype), *kept, *(s.centre.dtype for s in stages)]
-    found: torch.dtype = reduce(torch.promote_types, dtypes)
-    return found

@@ -17,8 +17,7 @@ from ..coordinates.whitening import Whitening
 from ..model.coverage import Coverage, coverage_of
 from ..model.survey import Entry, survey
 from ..rules.check_torch_class import TorchClass
-from ..rules.gradient import GradientRule
-from ..rules.rule import Rule
+from ..rules.rule import GradientRule, Rule
 from ..statistics.hooks import ModelStatistics
 from ..statistics.layer_statistics import set_centres
 from ..step.block import Block, Choice, Group, gather

@@ -55,16 +55,20 @@ MAXIMIZE = 8
 SHARED = 16  # it has a sharing count
 PLAIN = 32  # it is outside layers
 
-# rows of `vectors`: one number per input; here, too, the last counts the others
-MU, ALPHA, SPREAD, FRESH, VECTORS = range(5)
+# rows of `vectors`: one number per input
+MU, ALPHA, SPREAD, FRESH = range(4)
+VECTORS = 4
 # rows of `batch`: one number per input
 FIRST, SECOND = range(2)
 # columns of `layers`, which has one row per block
-BETA, SHARE, USABLE, RAISED, CONSTANT, LAYERS = range(6)
+BETA, SHARE, USABLE, RAISED, CONSTANT = range(5)
+LAYERS = 5
 # rows of `sums`: one number per unit; the last three for layers without bias
-GRAD2, ALONG, STRETCH, BENT2, MEAN, LENGTH2, DIRECTION, SHIFT, KAPPA, NORM2, SUMS = range(11)
+GRAD2, ALONG, STRETCH, BENT2, MEAN, LENGTH2, DIRECTION, SHIFT, KAPPA, NORM2 = range(10)
+SUMS = 10
 # rows of `motion`: one number per unit
-GAIN, BACK, BIAS_STEP, MOTION = range(4)
+GAIN, BACK, BIAS_STEP = range(3)
+MOTION = 3
 # columns of the guards' counters
 COUNTERS = 3
 # the tally of a layer

@@ -1,6 +1,7 @@
 """The tables that the kernels read: where each block's numbers are, their shapes, and settings."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,18 +36,27 @@ def pieces(block: Block, units: int, columns: int) -> int:
     """
     if columns <= LONG or units >= FEW:
         return 1
-    lengths = [n for n in range(PIECE, LEAST - 1, -8) if columns % n == 0] if block.entry is None else []
-    return columns // lengths[0] if lengths else 0
+    lengths = [n for n in range(PIECE, LEAST - 1, -1) if columns % n == 0] if block.entry is None else []
+    even = [n for n in lengths if n % 8 == 0]
+    return columns // (even or lengths)[0] if lengths else 0
 
 
 def aligned(number: int) -> int:
-    """The next multiple of `ALIGNED`."""
+    """The next multiple of `ALIGNED`.
+
+    >>> aligned(17)
+    32
+    """
     return -(-number // ALIGNED) * ALIGNED
 
 
-# where a torch rule sees a block in the buffers that all share: its start, that of its bias, and the distances between
-# rows, and biases
-Place = tuple[int, int, int, int]
+class Place(NamedTuple):
+    """Where a torch rule sees a block in the buffers that all share, and the distances between rows, and biases."""
+
+    start: int
+    bias: int
+    row: int
+    bias_row: int
 
 
 def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
@@ -55,10 +65,10 @@ def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
     for block in blocks:
         columns, biased, size = block.weight.numel() // block.units, len(block.biases), block.weight.numel()
         if block.rule.joint(block):
-            found.append((end, end + columns, columns + biased, columns + biased))
+            found.append(Place(end, end + columns, columns + biased, columns + biased))
             end += aligned(size + block.units * biased)
         else:
-            found.append((end, end + aligned(size), columns, 1))
+            found.append(Place(end, end + aligned(size), columns, 1))
             end += aligned(size) + aligned(block.units * biased)
     return found, end
 
@@ -66,7 +76,7 @@ def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
 def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list[list[int]], int, int]:
     """The table of shapes, and how many inputs and units there are. Inputs of a block begin at a multiple of 8."""
     rows, counters, width, total = list[list[int]](), 0, 0, 0
-    for block, (_, _, apart, bias_apart) in zip(blocks, places, strict=True):
+    for block, place in zip(blocks, places, strict=True):
         groups, units, inputs, area = block.layout(block.weight).shape
         moments, cut = whitened(block), pieces(block, groups * units, inputs * area)
         row = [0] * spec.SHAPES
@@ -74,7 +84,7 @@ def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list
         row[spec.COLUMNS], row[spec.UNITS] = inputs * area // cut, groups * units * cut
         row[spec.INPUTS], row[spec.ALL_INPUTS] = (inputs, groups * inputs) if moments else (1, 0)
         row[spec.INNER], row[spec.PER_GROUP], row[spec.PIECES] = inner(block) or 1, units, cut
-        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = apart // cut, bias_apart
+        row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = place.row // cut, place.bias_row
         row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
         row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
         row[spec.COUNTER] = -1
@@ -93,7 +103,7 @@ SETTINGS = ("maximize", "weight_decay", "plain_lr", "plain_at", *(name for name,
 
 
 def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
-    """The table of settings; a stepsize that is a tensor is 0 here."""
+    """The table of settings; a stepsize that is a tensor on another device is 0."""
     rows = []
     for block in blocks:
         group, row = block.group, [0.0] * spec.SETTINGS
@@ -101,7 +111,7 @@ def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
             (spec.RATE, spec.BIAS_RATE), (spec.DECAYED, spec.BIAS_DECAYED), block.param_groups, strict=False
         ):
             lr = own["lr"]
-            row[column] = 0.0 if isinstance(lr, Tensor) else lr
+            row[column] = 0.0 if isinstance(lr, Tensor) and not lr.is_cpu else float(lr)
             row[decay_column] = own["weight_decay"]
         for column, (name, none) in spec.OF_GROUP.items():
             row[column] = none if group.get(name) is None else group[name]

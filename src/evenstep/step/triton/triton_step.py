@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.input_sums import AVAILABLE, SLOTS
+from ...kernels.input_sums import SLOTS, available
 from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
+from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
 from ..block import Block
 from . import table_spec as spec
@@ -28,7 +29,7 @@ LAUNCH["write_gradients"] = LAUNCH["move"]
 PARTS = 16  # programs that share a block whose units do not depend on each other
 
 
-def serves(block: Block) -> bool:
+def serves(block: Block, state: Any) -> bool:
     """Whether the kernels can make a block's step: coordinates they know, plain tensors, units as rows in memory."""
     weight, group, rule = block.weight, block.group, block.rule
     if not runs_on(weight) or group["foreach"] is False or group.get("reduction") == "sum":
@@ -43,8 +44,6 @@ def serves(block: Block) -> bool:
     stage = block.statistics
     if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
-    if stage is not None and stage.tally.dtype != torch.float32:  # the model had another dtype
-        return False
     gap = inner(block)
     if gap is None or not pieces(block, groups * units, inputs * kernel):
         return False
@@ -52,12 +51,23 @@ def serves(block: Block) -> bool:
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
-    return alike and dense
+    return alike and dense and has_first_dtypes(block, state)
 
 
 def runs_on(weight: Tensor) -> bool:
     """Whether there are kernels for the device and the dtype of a weight."""
-    return weight.device.type == "cuda" and weight.dtype in KINDS and AVAILABLE
+    return weight.device.type == "cuda" and weight.dtype in KINDS and available()
+
+
+def has_first_dtypes(block: Block, state: Any) -> bool:
+    """Whether state has the dtypes it was made with: a model or a checkpoint of another dtype brings others."""
+    wide, stage = accumulation_dtype(block.weight.dtype), block.statistics
+    kept = [state[block.weight].get(name) for name in spec.STATE]
+    kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
+    buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused is not None else []
+    return all(t is None or t.dtype == wide for t in kept) and all(
+        t is None or t.dtype == block.weight.dtype for t in buffers
+    )
 
 
 class TritonStep:
@@ -85,8 +95,8 @@ class TritonStep:
         self.addresses = HostTable(count, spec.ADDRESSES, torch.int64, self.device)
         self.settings = HostTable(count, spec.SETTINGS, torch.float32, self.device)
         number = {id(group): k for k, group in enumerate(self.groups)}
-        pairs = [(b.group, (b.bias_groups or [b.group])[0]) for b in blocks]  # of weights, and of biases
-        self.group_of = torch.tensor([[number[id(g)] for g in pair] for pair in pairs]).to(self.device)
+        both = [[number[id(g)] for g in b.param_groups[:2]] for b in blocks]
+        self.group_of = torch.tensor([[*some, *[len(number)] * (2 - len(some))] for some in both]).to(self.device)
         self.vectors = torch.ones(spec.VECTORS, self.width, device=self.device)
         self.batch = torch.zeros(2, self.width, device=self.device)
         self.layers = torch.ones(count, spec.LAYERS, device=self.device)
@@ -127,7 +137,6 @@ class TritonStep:
 
     def _release(self) -> None:
         """Forget what belongs to a single step: some of it is as large as the model."""
-        self.mask = self.always
         self.temporaries: list[Tensor] = []
         self.for_rule: Tensor | None = None
         self.step_views: list[list[Tensor]] = []
@@ -155,23 +164,28 @@ class TritonStep:
         """How far each unit goes, then the weights, unless the mask `ok` says no."""
         if self.needs_direction:
             self._along_rows("add_up")
-        self.mask = self.always if ok is None else ok
-        buffers = self.layers, self.sums, self.motion, self.last, self.fired
-        numbers = self.total, len(self.blocks), guards.TRUST_FLOOR, 1 - self.momentum
-        self._launch("measure", *buffers, self.mask, *numbers, parts=PARTS)
-        self._along_rows("move")
+        mask = self.always if ok is None else ok
+        self._launch(
+            "measure",
+            *(self.layers, self.sums, self.motion, self.last, self.fired, mask, self.total, len(self.blocks)),
+            *(guards.TRUST_FLOOR, 1 - self.momentum),
+            parts=PARTS,
+        )
+        self._along_rows("move", ok)
         torch.autograd.graph.increment_version([p for block in self.blocks for p in block.parameters])
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batches join the moments, and the next ones be summed about the running means."""
         if any(block.coordinates.state for block in self.blocks):
-            self._launch("commit", self.batch, self.layers, self.mask, self.width, len(self.blocks))
+            mask = self.always if ok is None else ok
+            self._launch("commit", self.batch, self.layers, mask, self.width, len(self.blocks))
         self._release()
 
-    def _along_rows(self, name: str) -> None:
+    def _along_rows(self, name: str, ok: Tensor | None = None) -> None:
         """A launch with one program per unit."""
+        mask = self.always if ok is None else ok
         buffers = (self.owner, self.vectors, self.layers, self.sums, self.motion)
-        self._launch(name, *buffers, self.mask, self.width, self.total, programs=self.total)
+        self._launch(name, *buffers, mask, self.width, self.total, programs=self.total)
 
     def _launch(self, name: str, *arguments: Any, programs: int = 0, parts: int = 1) -> None:
         """Launch a kernel on the tables with so many programs, by default one per block, `parts` times over."""
@@ -193,12 +207,13 @@ class TritonStep:
             row[grad_column] = grad.data_ptr()
             if self.momentum:
                 row[buffer_column] = self._buffer(p).data_ptr()
-        row[spec.WEIGHT] = block.weight.data_ptr()
-        for level in block.biases or block.frozen:
-            row[spec.LEVEL] = level.data_ptr()
+        level = next(iter(block.biases or block.frozen), None)
+        row[spec.WEIGHT], row[spec.LEVEL] = block.weight.data_ptr(), 0 if level is None else level.data_ptr()
         if stage is not None:
-            row[spec.SLOTS : spec.MX] = [t.data_ptr() for t in (stage.slots, stage.tally, stage.centre)]
-        row[spec.MX : spec.TO_RULE] = [mine[name].data_ptr() if name in mine else 0 for name in spec.STATE]
+            row[spec.SLOTS], row[spec.TALLY] = stage.slots.data_ptr(), stage.tally.data_ptr()
+            row[spec.CENTRE] = stage.centre.data_ptr()
+        for column, name in enumerate(spec.STATE, spec.MX):
+            row[column] = mine[name].data_ptr() if name in mine else 0
         if self.for_rule is not None:
             (start, bias, *_), far = self.places[k], self.rule_size  # from the gradients to the steps
             base, size = self.for_rule.data_ptr(), self.for_rule.element_size()
@@ -215,14 +230,15 @@ class TritonStep:
     def _settings(self) -> Tensor:
         """The table of settings on the device; a stepsize that is a tensor is put in there, so the host never waits."""
         lrs = [group["lr"] for group in self.groups]
-        now = [[group.get(name) for name in SETTINGS] for group in self.groups]
-        now += [[0.0 if isinstance(lr, Tensor) else lr for lr in lrs]]
+        numbers = [0.0 if isinstance(lr, Tensor) else lr for lr in lrs]
+        now = [numbers, *([group.get(name) for name in SETTINGS] for group in self.groups)]
         there = self.settings.send(now, lambda: settings_table(self.blocks))
         if not any(isinstance(lr, Tensor) for lr in lrs):
             return there
         table = there.clone()
         rates = [lr.detach().reshape(()).to(table) if isinstance(lr, Tensor) else table.new_full((), lr) for lr in lrs]
-        table[:, spec.RATE : spec.BIAS_RATE + 1] = torch.stack(rates)[self.group_of]
+        both = torch.stack([*rates, table.new_zeros(())])[self.group_of]
+        table[:, spec.RATE : spec.BIAS_RATE + 1] = both
         return table
 
     # torch rules
