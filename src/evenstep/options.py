@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch import distributed as dist
-from typing_extensions import dataclass_transform
+from typing_extensions import dataclass_transform  # which torch itself needs; typing has it from Python 3.11 on
 
 Class = TypeVar("Class", bound=type)
 Allowed = tuple[str, Callable[[Any], bool]]  # what is allowed, in words and as a test

@@ -34,6 +34,7 @@ class OrthogonalRule(Rule):
 
     steps: int = 4
     least: float = 0.1
+    padded: bool = False  # whether GPUs get matrices of aligned sizes: not before it has been timed on one
 
     own_rate = True
 
@@ -105,7 +106,8 @@ class OrthogonalRule(Rule):
         groups, biases = layers[0].block.groups, len(layers[0].block.biases)
         x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
         if x.is_cuda and x.dtype != torch.float64:  # GPUs multiply in bfloat16 many times as fast
-            factor = polar.polar(aligned(x.bfloat16()), self.steps)[:, : x.shape[1], : x.shape[2]].to(x.dtype)
+            narrow = aligned(x.bfloat16()) if self.padded else x.bfloat16()
+            factor = polar.polar(narrow, self.steps)[:, : x.shape[1], : x.shape[2]].to(x.dtype)
         else:
             factor = polar.polar(x, self.steps)
         squares = [layer.state["line_square"] for layer in layers]
