@@ -37,4 +37,5 @@ class PlainSize(Whitening):
         alpha = scales.alpha if self.power == 1 else scales.alpha**self.power
         damping, over = layers.group["damping"], layers.inputs
         beta, constant = plain_size(mu, alpha, scales.spread, damping, biased=layers.biased, over=over)
-        return scales._replace(mu=mu, alpha=alpha, beta=beta, constant=constant)
+        # not `_replace`, whose result torch 2.11 cannot carry over a break in a compiled step
+        return Scales(mu, alpha, scales.spread, scales.fresh, scales.raised, beta, constant)
