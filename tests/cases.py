@@ -8,6 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
+from evenstep.rules.orthogonal import OrthogonalRule
+
+
+class WideEvenStep(evenstep.EvenStep):
+    """`EvenStep` with matrix products in the weights' dtype on GPUs, too: bfloat16 rounds by per cents."""
+
+    rule = OrthogonalRule(narrow=False)
 
 
 class OptimizerCase(NamedTuple):
@@ -107,7 +114,7 @@ TORCH_RULES = {
     "nesterov-joint": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.001, "momentum": 0.9, "nesterov": True, "joint": True}
     ),
-    "orthogonal": OptimizerCase(evenstep.EvenStep, {"lr": 0.02, "weight_decay": 0.1, "head": None}),
+    "orthogonal": OptimizerCase(WideEvenStep, {"lr": 0.02, "weight_decay": 0.1, "head": None}),
     "unguarded-rule": OptimizerCase(
         evenstep.Whitened, {"base": torch.optim.RMSprop, "lr": 1e-3, "eps": 0.1, "trust": None, "fresh_max": None}
     ),

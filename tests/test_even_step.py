@@ -13,7 +13,6 @@ from cases import LAYERS
 from evenstep import EvenStep, UnitStep
 from evenstep.math import polar
 from evenstep.math.stepsize import LONG
-from evenstep.rules.orthogonal import aligned
 from helpers import UNGUARDED, Forward, assert_follows, coverage_of, descend, fit, randn
 from rules import GUARDS, SETTINGS, RuleOnV, deep_network, drifting
 
@@ -46,10 +45,9 @@ class OrthogonalOnV(oracle.OnV):
         return weight.detach().flatten(1).chunk(getattr(self.layers[k], "groups", 1))
 
     def frame(self, k, x, y, g2):
-        """Half the whitening for convolutions, without their means; steps of plain size."""
+        """Steps of plain size."""
         c, spread, fresh = super().frame(k, x, y, g2)
-        half = isinstance(self.layers[k], nn.Conv2d)
-        mu, alpha = (0 * c.mu, c.alpha.sqrt()) if half else (c.mu, c.alpha)
+        mu, alpha = c.mu, c.alpha
         variance = spread - self.damping / (1 + self.damping) * spread.mean()
         power = variance.sum() + (0 if self.carries[k] else mu @ mu)
         size = (power / (variance @ alpha**2)).sqrt()
@@ -179,8 +177,7 @@ def test_the_iteration_is_one_on_singular_values(shape):
 @pytest.mark.parametrize("rows, columns", [(9, 16), (17, 33), (33, 17)])
 def test_zeros_that_align_matrices_change_no_direction(rows, columns):
     x = randn(2, rows, columns)
-    larger = aligned(x)
-    assert not any(size % 8 for size in larger.shape[1:])
+    larger = nn.functional.pad(x, (0, -columns % 8, 0, -rows % 8))
     assert_close(polar.polar(larger, 4)[:, :rows, :columns], polar.polar(x, 4))
 
 
@@ -198,8 +195,10 @@ def test_a_step_is_lr_times_as_long_as_the_weights(layer, scale):
     moved = (matrix_of(hidden) - before).chunk(groups)
     for old, step in zip(before.chunk(groups), moved, strict=True):
         length = max(old.norm().item(), 0.1 * math.sqrt(len(old)))
-        exact = hidden.bias is not None  # without one the step is a little shorter along the mean
-        assert step.norm().item() == pytest.approx(0.01 * length, rel=1e-9 if exact else 0.3)
+        if hidden.bias is None:  # the step is shorter along the mean, one direction of many
+            assert 0.2 < step.norm().item() / (0.01 * length) < 1
+        else:
+            assert step.norm().item() == pytest.approx(0.01 * length, rel=1e-9)
 
 
 def matrix_of(layer):

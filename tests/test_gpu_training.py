@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import evenstep
-from cases import OptimizerCase
+from cases import OptimizerCase, WideEvenStep
 from helpers import GPU
 
 STEPS, CLASSES, LONG = 50, 8, 16
 SEED = 4  # one at which no gradient is so near 0 that rounding decides its sign, which Adam and RMSProp go by
-IN_BFLOAT16 = ("EvenStep", "Whitened(Muon)")  # whose matrix products are on a GPU, so that steps differ by per cents
+# how far the first step may be from the CPU's: with products in bfloat16 rounding decides where a gradient has few ranks
+CLOSE = {"EvenStep": 0.1, "Whitened(Muon)": 0.03}
 DEFAULTS = {
     "EvenStep": OptimizerCase(evenstep.EvenStep, {}),
+    "EvenStep in float32": OptimizerCase(WideEvenStep, {}),
     "UnitStep": OptimizerCase(evenstep.UnitStep, {}),
     "Whitened(SGD)": OptimizerCase(evenstep.Whitened, {"base": torch.optim.SGD, "lr": 0.1}),  # torch's 1e-3 is too slow
     "Whitened(AdamW)": OptimizerCase(evenstep.Whitened, {"base": torch.optim.AdamW}),
@@ -182,7 +184,7 @@ compiled += [(name, "mlp", "compiled step") for name in ("EvenStep", "UnitStep")
 def test_no_public_optimizer_is_left_out():
     public = [getattr(evenstep, name) for name in evenstep.__all__]
     classes = {c for c in public if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
-    assert classes == {case.cls for case in DEFAULTS.values()}
+    assert classes == {case.cls for case in DEFAULTS.values()} - {WideEvenStep}
 
 
 @pytest.mark.gpu
@@ -193,7 +195,7 @@ def test_training_in_single_precision_is_training_on_the_cpu(name, task, mode):
     here, there = trained(name, task, GPU, mode), on_the_cpu(name, task)
     assert here.finite and here.skipped == 0
     assert here.losses[1] < 0.98 * here.losses[0]
-    close = 0.03 if name in IN_BFLOAT16 else 1e-4
+    close = CLOSE.get(name, 1e-4)
     assert (here.first_step - there.first_step).norm() <= close * there.first_step.norm() + there.rounding
     assert here.losses[1] == pytest.approx(there.losses[1], rel=0.1)
 

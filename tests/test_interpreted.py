@@ -63,14 +63,17 @@ def built(name, **constants):
 
 
 for flag in (True, False):
-    built("frame", LINEAR=flag, PLAIN_SIZE=not flag, PARTLY=not flag, SLOTS=16)
+    built("frame", LINEAR=flag, PLAIN_SIZE=not flag, SLOTS=16)
     built("commit")
     for other in (True, False):
         for external in sorted({False, not flag}):
             built("measure", UNIT_SCALE=flag, EXTERNAL=external, LINEAR=not flag, GUARD=other, PROJECT=other)
-            for name in ("add_up", "move", *(["write_gradients"] if external else [])):
+            kinds = {"KIND": "bfloat16" if flag != external else "float32", "RULE_KIND": "bfloat16"}
+            if external:
+                built("write_gradients", MEMORY=0.9 if other else -1.0, PROJECT=other, **kinds)
+            for name in ("add_up", "move"):
                 rule = {"MOMENTUM": 0.9 * flag, "NESTEROV": flag and other, "PROJECT": other}
-                built(name, **rule, EXTERNAL=external, KIND="bfloat16" if flag != external else "float32")
+                built(name, **rule, EXTERNAL=external, **kinds)
     for width, tall in TALL.items():
         build(triton_input_sums.add_moments, 4, DENSE=flag, EVEN=flag, LINE=flag, WIDTH=width, TALL=tall)
 print(len(sizes), "built,", min(sizes) > 1000)

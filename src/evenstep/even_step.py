@@ -2,10 +2,10 @@
 
 from dataclasses import KW_ONLY
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .coordinates.coordinates import Coordinates, Statistics
@@ -36,8 +36,6 @@ class EvenStep(WithMoments):
 
     coordinates = PlainSize
     rule = OrthogonalRule()
-    convolutions: ClassVar[dict[str, float]] = {"power": 0.5, "centre": 0.0}
-    dense: ClassVar[dict[str, float]] = {"power": 1.0, "centre": 1.0}
     _copied = "_rest", "_torch_rules"
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
     lr: float | Tensor = 0.02
@@ -65,8 +63,7 @@ class EvenStep(WithMoments):
             return self._kept(self.coordinates if visible else Coordinates, self._rest), self._rest, True
         if not visible:
             return self._kept(Coordinates, self.rule), self.rule, False
-        settings = self.convolutions if isinstance(entry.module, nn.modules.conv._ConvNd) else self.dense
-        return self._kept(self.coordinates, self.rule, **settings), self.rule, False
+        return self._kept(self.coordinates, self.rule), self.rule, False
 
     def _remark(self, block: Block, p: Tensor) -> str:
         """Which parameters AdamW moves, and why those of layers."""

@@ -29,17 +29,11 @@ def rows_are_longer(units: int, columns: int) -> bool:
     return units >= columns
 
 
-def mean_square_of_lines(x: Tensor) -> Tensor:
-    """Mean square of each row of [batch, row, column], or of each column where there are more of them."""
-    return (x * x).mean(-1 if rows_are_longer(*x.shape[-2:]) else -2)
-
-
-def normalize_lines(x: Tensor, square: Tensor) -> Tensor:
-    """Each line divided by the root of its running mean square (NorMuon); zero stays zero.
+def line_scales(square: Tensor) -> Tensor:
+    """What brings lines of these running mean squares, [batch, line], to one length (NorMuon); 0 for a matrix of zeros.
 
     A line whose square is below `LEAST` of the mean gets a shorter step: it may be rounding alone, as the gradient of a
     bias in front of a batch norm is.
     """
-    least = (LEAST * square.mean(-1, keepdim=True)).clamp(min=torch.finfo(x.dtype).tiny)
-    scale = torch.maximum(square, least).rsqrt()
-    return x * scale.unsqueeze(-1 if rows_are_longer(*x.shape[-2:]) else -2)
+    tiny = torch.finfo(square.dtype).tiny
+    return torch.maximum(square, (LEAST * square.mean(-1, keepdim=True)).clamp(min=tiny)).rsqrt()

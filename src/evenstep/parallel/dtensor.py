@@ -111,3 +111,14 @@ def matched(saved: Tensor, live: Any) -> Tensor:
     if sharded(live) and not sharded(saved):
         return placed(part(saved.to(live.device), live), live, saved.shape)
     return whole(saved) if sharded(saved) and isinstance(live, Tensor) and not sharded(live) else saved
+
+
+def whole_shape(p: Tensor, grad: Tensor) -> torch.Size:
+    """The shape of what `grad` is a part of: the parameter's, or that of its layer as one matrix."""
+    joint = grad.dim() == 2 and (p.dim() != 2 or grad.shape[1] != local(p).shape[1])
+    return torch.Size([p.shape[0], grad.shape[1]]) if joint else p.shape
+
+
+def gathered(p: Tensor, grad: Tensor) -> Tensor:
+    """The whole of a gradient on v of which each rank has a part."""
+    return whole(placed(grad, p, whole_shape(p, grad)))

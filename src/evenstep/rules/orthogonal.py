@@ -11,10 +11,8 @@ from torch.nn import functional as F
 from ..coordinates.coordinates import Field, Schema
 from ..math import polar
 from ..parallel import dtensor
-from .rule import Rule, put, unpack
-from .torch_rule import gathered
+from .rule import Matrices, Rule, put, unpack
 
-ALIGNED = 8  # numbers of 2 bytes in the 16 that matrix units read at once
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
 
 
@@ -34,9 +32,10 @@ class OrthogonalRule(Rule):
 
     steps: int = 4
     least: float = 0.1
-    padded: bool = False  # whether GPUs get matrices of aligned sizes: not before it has been timed on one
+    narrow: bool = True  # multiply in bfloat16 on GPUs, which is many times as fast there
 
     own_rate = True
+    matrices = True
 
     def joint(self, block: Any) -> bool:
         """A layer is one matrix."""
@@ -52,32 +51,13 @@ class OrthogonalRule(Rule):
 
     def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
         """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
-        if not steps:
-            return
-        targets = [[q for (q,) in step.stand_ins()] for step in steps]
-        alike: dict[Any, list[Layer]] = {}
-        for step, matrices in zip(steps, targets, strict=True):
-            ahead = self._ahead(step, [q.grad for q in matrices if q.grad is not None], ok)
-            lengths = self._lengths(step, ok)
-            parts = zip(step.blocks, matrices, ahead, lengths, step.column_scales(), strict=True)
-            for block, q, matrix, length, scale in parts:
-                if dtensor.sharded(block.weight):
-                    matrix = gathered(block.weight, matrix)
-                layer = Layer(block, step.state[block.weight], q.detach(), matrix, length, scale)
-                alike.setdefault(layer.key(), []).append(layer)
-        for layers in alike.values():
-            self._write(layers, self._directions(layers, ok))
-        for step, matrices in zip(steps, targets, strict=True):
-            step.take([[q.detach()] for q in matrices])
-
-    def _ahead(self, step: Any, grads: list[Tensor], ok: Tensor | None) -> list[Tensor]:
-        """Nesterov's direction, (1 − m) g + m M with the mean M ← m M + (1 − m) g."""
-        momentum = step.group["momentum"]
-        buffers = [block.local(step.state[block.weight]["momentum_buffer"]) for block in step.blocks]
-        grads = [g.to(buffer.dtype) for g, buffer in zip(grads, buffers, strict=True)]
-        means = torch._foreach_lerp(buffers, grads, 1 - momentum)
-        put(buffers, means, ok)
-        return list(torch._foreach_lerp(grads, means, momentum))
+        for step in steps:
+            lengths = dict(zip(map(id, step.blocks), self._lengths(step, ok), strict=True))
+            found = step.matrices(ok)
+            for layers in found:
+                states = [step.state[block.weight] for block in layers.blocks]
+                self._orthogonalize(layers, torch.cat([lengths[id(block)] for block in layers.blocks]), states, ok)
+            step.take_matrices(found)
 
     def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
         """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
@@ -101,78 +81,54 @@ class OrthogonalRule(Rule):
         torch._foreach_mul_(weights, factors)
         return unpack((norm * shrink).maximum(self.least * radius), radii)
 
-    def _directions(self, layers: "Sequence[Layer]", ok: Tensor | None) -> Tensor:
-        """Steps at lr 1 of layers that are alike, [layer · group, unit, column]."""
-        groups, biases = layers[0].block.groups, len(layers[0].block.biases)
-        x = torch.cat([layer.matrix.reshape(groups, -1, layer.matrix.shape[1]) for layer in layers])
-        if x.is_cuda and x.dtype != torch.float64:  # GPUs multiply in bfloat16 many times as fast
-            narrow = aligned(x.bfloat16()) if self.padded else x.bfloat16()
-            factor = polar.polar(narrow, self.steps)[:, : x.shape[1], : x.shape[2]].to(x.dtype)
-        else:
-            factor = polar.polar(x, self.steps)
-        squares = [layer.state["line_square"] for layer in layers]
-        fresh = polar.mean_square_of_lines(factor).view(len(layers), -1)
+    def _orthogonalize(self, layers: Matrices, lengths: Tensor, states: Sequence[Any], ok: Tensor | None) -> None:
+        """Write the steps of layers that are alike over their momentum; `lengths` are those of the steps at lr 1."""
+        x, block = layers.x, layers.blocks[0]
+        groups, biases, rows = block.groups, len(block.biases), block.units // block.groups
+        weights = block.weight.numel() // block.units
+        tall, wide = polar.rows_are_longer(rows, weights + biases), lengths.dtype
+        factor = polar.polar(x.bfloat16() if self.narrow and x.is_cuda and x.dtype != torch.float64 else x, self.steps)
+        square = factor * factor
+        sums = square.sum(-1 if tall else -2, dtype=wide)[:, : rows if tall else weights + biases]
+        fresh = (sums / (weights + biases if tall else rows)).view(len(states), -1)
+        squares = [state["line_square"] for state in states]
         means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
         put(squares, means, ok)
-        factor = polar.normalize_lines(factor, torch.cat([s.reshape(groups, -1) for s in means]))
-        # a layer without bias moves a little less along its mean
-        scales = [layer.scale for layer in layers if layer.scale is not None]
-        weights = factor[..., : factor.shape[-1] - biases]
-        norms = torch.linalg.vector_norm(weights * torch.cat(scales) if scales else weights, dim=(-2, -1))
-        wanted = torch.cat([layer.length for layer in layers])
-        return factor.mul_((wanted / norms.clamp(min=torch.finfo(x.dtype).tiny))[:, None, None])
-
-    def _write(self, layers: "Sequence[Layer]", directions: Tensor) -> None:
-        """Write the steps where the optimizer looks for them: weights and biases have stepsizes of their own."""
-        steps = directions.reshape(len(layers), -1, directions.shape[-1]).unbind()
-        for layer, step in zip(layers, steps, strict=True):
-            own = dtensor.part(step, layer.block.weight) if dtensor.sharded(layer.block.weight) else step
-            rate, *bias_rates = layer.block.rates()
-            torch.mul(own, -rate, out=layer.target)
-            for k, bias_rate in enumerate(bias_rates, own.shape[1] - len(bias_rates)):
-                if bias_rate is not rate and (isinstance(rate, Tensor) or bias_rate != rate):
-                    layer.target[:, k] = own[:, k] * -bias_rate
-
-
-@dataclass
-class Layer:
-    """One layer in a step: its block and state, where its step goes, the matrix to orthogonalize, all of its rows.
-
-    `length` is that of its step at lr 1, for each group. `scale` is how far each column of the matrix moves weights,
-    [group, 1, column] without biases (None: 1).
-    """
-
-    block: Any
-    state: dict[str, Tensor]
-    target: Tensor
-    matrix: Tensor
-    length: Tensor
-    scale: Tensor | None
-
-    def key(self) -> tuple[Any, ...]:
-        """What layers have in common that are multiplied in one batch."""
-        x = self.matrix
-        return self.block.groups, len(self.block.biases), self.scale is None, x.shape, x.device, x.dtype
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Matrices with zeros added, which stay zero, up to sizes that GPUs multiply fast: a bias makes columns odd.
-
-    >>> aligned(torch.ones(1, 16, 9)).shape
-    torch.Size([1, 16, 16])
-    """
-    more = [-size % ALIGNED for size in x.shape[-2:]]
-    return F.pad(x, (0, more[1], 0, more[0])) if any(more) else x
+        even = polar.line_scales(torch.cat([mean.view(groups, -1) for mean in means]))
+        # the length of the step on weights, biases left out: a layer without bias moves a little less along its mean
+        if not tall:
+            moved = sums[:, :weights] if layers.scale is None else sums[:, :weights] * layers.scale.square()
+        elif layers.scale is None:
+            moved = square[:, :rows, :weights].sum(-1, dtype=wide)
+        else:
+            by_column = layers.scale.square().to(square.dtype).unsqueeze(-1)
+            moved = (square[:, :rows, :weights] @ by_column).squeeze(-1).to(wide)
+        length = (moved * even[:, : moved.shape[1]].square()).sum(-1).sqrt()
+        even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
+        (rate, *_), group = block.rates(), block.group
+        alike = all(g is group for b in layers.blocks for g in b.param_groups)
+        even = F.pad(even * -rate if alike else even, (0, factor.shape[-2 if tall else -1] - even.shape[1]))
+        torch.mul(factor, even.unsqueeze(-1 if tall else -2), out=x)
+        if alike:
+            return
+        for b, matrix in zip(layers.blocks, torch.split(x, groups), strict=True):
+            rate, *of_biases = b.rates()
+            matrix[..., :weights].mul_(-rate)
+            for k, of_bias in enumerate(of_biases, weights):
+                matrix[..., k].mul_(-of_bias)
 
 
 def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
     """The norm of each matrix of weights: [group] for each block, over all ranks."""
+    whole = {id(b): b.weight.detach() for b in blocks if b.groups == 1 and not dtensor.sharded(b.weight)}
+    weights = list(whole.values())
+    wide = torch.promote_types(blocks[0].weight.dtype, torch.float32)
+    norms = dict(zip(whole, torch._foreach_norm(weights, 2, wide) if weights else [], strict=True))
     found = []
     for block in blocks:
         weight = block.local(block.weight).detach()
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        if not dtensor.sharded(block.weight):
-            found.append(torch.linalg.vector_norm(block.layout(weight), dim=(1, 2, 3), dtype=wide))
+        if id(block) in norms:
+            found.append(norms[id(block)].view(1))
             continue
         squares = torch.linalg.vector_norm(block.matrix(weight), dim=1, dtype=wide).square()
         sums = squares.new_zeros(block.groups).index_add_(0, block.group_of_rows(), squares)

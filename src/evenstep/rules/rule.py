@@ -31,11 +31,24 @@ class Direction(NamedTuple):
     scale: Tensor | None = None
 
 
+class Matrices(NamedTuple):
+    """Layers that are alike as matrices [layer · group, unit, column], biases last; `x` may have zeros added behind.
+
+    `scale` is how far each column moves weights, [layer · group, column] without biases (None: 1).
+    """
+
+    blocks: list[Any]
+    x: Tensor
+    scale: Tensor | None
+
+
 class Rule:
     """A rule: its state, and the direction it makes of gradients on v."""
 
     linear = False  # linear in the gradient: feels β, and commutes with loss scaling
     own_rate = False  # whether directions have their stepsize and sign already
+    matrices = False  # whether it turns the momentum of layers, as matrices, into steps
+    narrow = False  # whether it wants those in bfloat16 on a GPU
     fused: Sequence[str] | None = None  # flags of the kernels that make its directions; None: torch operations do
 
     def joint(self, block: Any) -> bool:
@@ -162,10 +175,42 @@ class RuleStep:
         """Sums over units, added up over all ranks where a unit is split."""
         return dtensor.reduced(sums, self.split_units) if self.split_units else sums
 
+    # for rules of matrices
+
+    def column_scales(self) -> Sequence[Tensor | None]:
+        """How far each column of the blocks' matrices moves weights, [group, column] without biases (None: 1)."""
+        return [None] * len(self.blocks)
+
+    def matrices(self, ok: Tensor | None) -> list[Matrices]:
+        """Nesterov's direction of the momentum on v, (1 − m) g + m M with M ← m M + (1 − m) g, for `take_matrices`."""
+        momentum, buffers = self.group["momentum"], self.live("momentum_buffer")
+        grads = [gradient_of(q).to(buffer.dtype) for (q,), buffer in zip(self.stand_ins(ok), buffers, strict=True)]
+        means = torch._foreach_lerp(buffers, grads, 1 - momentum)
+        put(buffers, means, ok)
+        alike: dict[Any, list[int]] = {}
+        ahead, scales = list(torch._foreach_lerp(grads, means, momentum)), self.column_scales()
+        for k, (block, x) in enumerate(zip(self.blocks, ahead, strict=True)):
+            ahead[k] = x = dtensor.gathered(block.weight, x) if dtensor.sharded(block.weight) else x
+            alike.setdefault((block.groups, x.shape, scales[k] is None), []).append(k)
+        found = []
+        for (groups, shape, plain), few in alike.items():
+            x = torch.stack([ahead[k] for k in few]).view(len(few) * groups, -1, shape[1])
+            scale = None if plain else torch.cat([scale for k in few if (scale := scales[k]) is not None])
+            found.append(Matrices([self.blocks[k] for k in few], x, scale))
+        return found
+
+    def take_matrices(self, found: Sequence[Matrices]) -> None:
+        """Take the steps that a rule has written into the matrices for the direction."""
+        steps = {
+            id(b): s for m in found for b, s in zip(m.blocks, m.x.view(len(m.blocks), -1, m.x.shape[2]), strict=True)
+        }
+        own = [(block, steps[id(block)]) for block in self.blocks]
+        self.take([[dtensor.part(s, b.weight) if dtensor.sharded(b.weight) else s] for b, s in own])
+
     # for rules that move parameters, as torch's do
 
-    def stand_ins(self) -> list[list[nn.Parameter]]:
-        """For each block parameters that are zero and have its gradients on v."""
+    def stand_ins(self, ok: Tensor | None) -> list[list[nn.Parameter]]:
+        """For each block parameters that are zero and have its gradients on v: zeros, if the mask `ok` says no."""
         (weights, packed), found = self.on_v, []
         self.on_v = OnV([], [])  # as large as the model: each gradient goes when its stand-in has it
         biases = [torch.split(each, self.units.sizes) for each in packed]
@@ -176,7 +221,8 @@ class RuleStep:
                 grads = [torch.cat([weight, torch.stack(own, 1)], dim=1) if own else weight]
             else:
                 grads = [block.unmatrix(weight), *shaped(own, [block.local(b).shape for b in block.biases])]
-            found.append([stand_in(g.to(block.weight.dtype).contiguous()) for g in grads])
+            grads = [g.to(block.weight.dtype).contiguous() for g in grads]
+            found.append([stand_in(g if ok is None else torch.where(ok.to(g.device), g, 0)) for g in grads])
         return found
 
     def take(self, steps: list[list[Tensor]]) -> None:
@@ -234,6 +280,12 @@ def stand_in(grad: Tensor) -> nn.Parameter:
     q = nn.Parameter(torch.zeros_like(grad))
     q.grad = grad
     return q
+
+
+def gradient_of(q: nn.Parameter) -> Tensor:
+    """The gradient of a stand-in."""
+    assert q.grad is not None
+    return q.grad
 
 
 def plain_share(group: dict[str, Any]) -> float:

@@ -141,14 +141,14 @@ class TorchStep(RuleStep):
             found.append(Scales(mu, alpha, spread, fresh, beta=beta))
         return found
 
-    def column_scales(self) -> list[Tensor | None]:
+    def column_scales(self) -> Sequence[Tensor | None]:
         """α β of each column of the blocks' whole matrices, whatever rows this rank has."""
         alpha = self.packed.alpha
         if alpha is None:
             return [None] * len(self.blocks)
         columns = torch.split(alpha if self.input_of is None else alpha[self.input_of], self.columns)
         parts = zip(self.blocks, columns, self.scales, strict=True)
-        return [part.view(b.groups, 1, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
+        return [part.view(b.groups, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
 
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per output as [unit] of each block: the rows this rank has."""

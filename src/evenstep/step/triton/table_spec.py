@@ -15,9 +15,10 @@ from ...math import constants, guards, stepsize
 (
     WEIGHT, GRAD, BUFFER, LEVEL, BIAS_GRAD, BIAS_BUFFER, SLOTS, TALLY, CENTRE,
     MX, VX, MASS, SHARING, SQUARE, SQUARE_MASS,
-    TO_RULE, BIAS_TO_RULE, FROM_RULE, BIAS_FROM_RULE,  # gradients for a torch rule, and its steps
+    TO_RULE, BIAS_TO_RULE, FROM_RULE, BIAS_FROM_RULE,  # gradients for a rule in torch operations, and its steps
+    MEMORY_OF_RULE,  # the momentum of such a rule's matrices
     ADDRESSES,
-) = range(20)  # fmt: skip
+) = range(21)  # fmt: skip
 STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the weight, in the order of its columns
 
 # columns of the table of shapes
@@ -30,9 +31,9 @@ STATE = ("mx", "vx", "mass", "sharing", "square", "square_mass")  # state of the
 # columns of the table of settings
 (
     RATE, BIAS_RATE, RATIO, DECAYED, BIAS_DECAYED, RADIUS, DAMPING, TAU,
-    MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN, POWER, CENTRE_SHARE,
+    MEMORY, EPS, UNIT_DAMPING, DECLARED, FAN_IN,
     SETTINGS,
-) = range(16)  # fmt: skip
+) = range(14)  # fmt: skip
 
 # those that are settings of the weight's group: their names there, and the number for None or no such setting
 OF_GROUP = {
@@ -44,9 +45,6 @@ OF_GROUP = {
     DECLARED: ("sharing", math.nan),
 }
 
-# those that are attributes of the block's coordinates, with the number for coordinates without
-OF_COORDINATES = {POWER: ("power", 1.0), CENTRE_SHARE: ("centre", 1.0)}
-
 # flags in the table of shapes
 BIASED = 1  # its bias trains with it
 WHITENED = 2  # it has moments
@@ -54,6 +52,7 @@ COUNTED = 4  # what the guards do is counted
 MAXIMIZE = 8
 SHARED = 16  # it has a sharing count
 PLAIN = 32  # it is outside layers
+TURNED = 64  # its channels lie last in memory, but not in the matrix that a rule sees
 
 # rows of `vectors`: one number per input
 MU, ALPHA, SPREAD, FRESH = range(4)

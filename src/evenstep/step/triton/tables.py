@@ -13,7 +13,10 @@ from . import table_spec as spec
 
 LONG, FEW = 16384, 264  # columns of a row that one program would be long with, unless there are many rows
 PIECE, LEAST = 1024, 64  # columns of a piece of such a row, at most and at least
-ALIGNED = 16  # elements: what a torch rule sees begins at multiples of these
+ALIGNED = 16  # elements: what a rule sees begins at multiples of these
+FAST = (
+    8  # rows and columns of the matrices that a rule sees: numbers of 2 bytes in the 16 that matrix units read at once
+)
 
 
 def whitened(block: Block) -> bool:
@@ -41,17 +44,17 @@ def pieces(block: Block, units: int, columns: int) -> int:
     return columns // (even or lengths)[0] if lengths else 0
 
 
-def aligned(number: int) -> int:
-    """The next multiple of `ALIGNED`.
+def aligned(number: int, to: int = ALIGNED) -> int:
+    """The next multiple of `to`.
 
     >>> aligned(17)
     32
     """
-    return -(-number // ALIGNED) * ALIGNED
+    return -(-number // to) * to
 
 
 class Place(NamedTuple):
-    """Where a torch rule sees a block in the buffers that all share, and the distances between rows, and biases."""
+    """Where a rule sees a block in the buffers that all share, and the distances between rows, and biases."""
 
     start: int
     bias: int
@@ -59,12 +62,23 @@ class Place(NamedTuple):
     bias_row: int
 
 
+def padded(block: Block) -> tuple[int, int, int]:
+    """How a rule of matrices sees a block, [group, unit, column], sizes rounded up to what GPUs multiply fast."""
+    columns = block.weight.numel() // block.units + len(block.biases)
+    units = block.units // block.groups  # groups follow each other without a gap
+    return block.groups, aligned(units, FAST) if block.groups == 1 else units, aligned(columns, FAST)
+
+
 def places_of(blocks: Sequence[Block]) -> tuple[list[Place], int]:
     """The place of each block, and the size of the buffers."""
     found, end = list[Place](), 0
     for block in blocks:
         columns, biased, size = block.weight.numel() // block.units, len(block.biases), block.weight.numel()
-        if block.rule.joint(block):
+        if block.rule.matrices:
+            groups, units, row = padded(block)
+            found.append(Place(end, end + columns, row, row))
+            end += groups * units * row
+        elif block.rule.joint(block):
             found.append(Place(end, end + columns, columns + biased, columns + biased))
             end += aligned(size + block.units * biased)
         else:
@@ -87,6 +101,7 @@ def shapes_table(blocks: Sequence[Block], places: Sequence[Place]) -> tuple[list
         row[spec.RULE_ROW], row[spec.BIAS_RULE_ROW] = place.row // cut, place.bias_row
         row[spec.FLAGS] = spec.BIASED * bool(block.biases) + spec.MAXIMIZE * bool(block.group["maximize"])
         row[spec.FLAGS] += spec.WHITENED * moments + spec.PLAIN * (block.entry is None)
+        row[spec.FLAGS] += spec.TURNED * (block.rule.joint(block) and inner(block) == 1 < area)
         row[spec.COUNTER] = -1
         if block.statistics is not None:
             row[spec.SLOT_COUNT] = len(block.statistics.slots) if moments else 0
@@ -115,8 +130,6 @@ def settings_table(blocks: Sequence[Block]) -> list[list[float]]:
             row[decay_column] = own["weight_decay"]
         for column, (name, none) in spec.OF_GROUP.items():
             row[column] = none if group.get(name) is None else group[name]
-        for column, (name, none) in spec.OF_COORDINATES.items():
-            row[column] = getattr(block.coordinates, name, none)
         if block.statistics is None:
             row[spec.RADIUS] = torch.inf
         row[spec.UNIT_DAMPING] = 0.0 if block.entry is None else row[spec.DAMPING]

@@ -11,7 +11,7 @@ from .triton_pointers import SIZES, floats
 @triton.jit(do_not_specialize=SIZES)
 def frame(
     addresses, shapes, settings, vectors, batch, layers, width, blocks,
-    LINEAR: tl.constexpr, PLAIN_SIZE: tl.constexpr, PARTLY: tl.constexpr, SLOTS: tl.constexpr,
+    LINEAR: tl.constexpr, PLAIN_SIZE: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -73,8 +73,6 @@ def frame(
             raised = tl.maximum(var, q / tau)
             fired += tl.where(here & known & (q / tau > var), 1.0, 0.0)
             total += tl.where(here, raised, 0.0)
-            if PARTLY:
-                mean *= tl.load(g + spec.CENTRE_SHARE)
             means += tl.where(here, mean * mean, 0.0)
             tl.store(vectors + spec.MU * width + base + i, tl.where(known, mean, 0.0), mask=here)
             tl.store(vectors + spec.SPREAD * width + base + i, tl.where(known, raised, 1.0), mask=here)
@@ -90,8 +88,6 @@ def frame(
             spread = raised + floor
             clear = spread > spec.TINY
             alpha = tl.where(clear, 1.0 / tl.sqrt(tl.where(clear, spread, 1.0)), 0.0)
-            if PARTLY:
-                alpha = tl.where(clear, tl.exp2(tl.load(g + spec.POWER) * tl.log2(tl.where(clear, alpha, 1.0))), 0.0)
             whitened += tl.where(here, raised * alpha * alpha, 0.0)
             tl.store(vectors + spec.ALPHA * width + base + i, alpha, mask=here)
             tl.store(vectors + spec.SPREAD * width + base + i, spread, mask=here)

@@ -1,7 +1,8 @@
 # ruff: noqa: D103, SIM102 -- Triton's language has no docstrings, NaN tests or "and" of its own
 """The Triton code of a step with one program for each unit, along its row of weights: sums, then the step.
 
-Where a rule of torch's gives the steps (`EXTERNAL`), `write_gradients` runs first, and the other two read its steps.
+Where a rule makes the steps in torch operations (`EXTERNAL`), `write_gradients` writes what it needs, and the other two
+read its steps. With `MEMORY`, the weight of the old value in a momentum, that is Nesterov's direction of the mean.
 Addresses from a table have no known alignment, so a program looks, and takes one of two loops: rows are read and
 written four numbers at a time where all of them are aligned (`EVEN`), which the compiler must see. Others take half as
 many at a time: were the numbers the same, threads would have four neighbours each there, too, and read them one by one.
@@ -27,7 +28,7 @@ def tables_of(unit, addresses, shapes, settings, owner, layers):
 
 
 @triton.jit
-def row_of(unit, p, s, layer, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr):
+def row_of(unit, p, s, layer, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr, RULE_KIND: tl.constexpr):
     flags, row = tl.load(s + spec.FLAGS), unit - tl.load(s + spec.START)
     columns, inner = tl.load(s + spec.COLUMNS).to(tl.int32), tl.load(s + spec.INNER).to(tl.int32)
     inputs = tl.load(s + spec.INPUTS).to(tl.int32)
@@ -35,21 +36,25 @@ def row_of(unit, p, s, layer, width, EXTERNAL: tl.constexpr, KIND: tl.constexpr)
     base = tl.load(s + spec.BASE) + tl.where(moving, row // tl.load(s + spec.PER_GROUP) * inputs, 0)
     inputs = tl.where(moving, inputs, columns)
     weight, grad, buffer = tl.load(p + spec.WEIGHT), tl.load(p + spec.GRAD), tl.load(p + spec.BUFFER)
-    apart = columns
+    apart, turned = columns, (flags & spec.TURNED) != 0
     if EXTERNAL:
         grad, apart = tl.load(p + spec.FROM_RULE), tl.load(s + spec.RULE_ROW).to(tl.int32)
     even = (((weight | grad | buffer) % 16) == 0) & (inner == 1) & (columns % 8 == 0) & (inputs % 8 == 0)
     if EXTERNAL:
-        even = even & (apart % 8 == 0)
+        even = even & (apart % 8 == 0) & (turned == 0)
     scale = tl.where((flags & spec.MAXIMIZE) != 0, -1.0, 1.0) * tl.load(layer + spec.BETA)
-    weight, grad, buffer = pointer(weight, KIND), pointer(grad, KIND), pointer(buffer, KIND)
-    lies = row, columns, apart, inputs, inner, base, width, weight, grad, buffer
+    weight, buffer = pointer(weight, KIND), pointer(buffer, KIND)
+    if EXTERNAL:
+        grad = pointer(grad, RULE_KIND)
+    else:
+        grad = pointer(grad, KIND)
+    lies = row, columns, apart, inputs, inner, base, width, weight, grad, buffer, turned
     return flags, moving, row, scale, even, lies
 
 
 @triton.jit
 def lying(lies, EVEN: tl.constexpr):
-    row, columns, apart, inputs, inner, base, width, weight, grad, buffer = lies
+    row, columns, apart, inputs, inner, base, width, weight, grad, buffer, _ = lies
     weight, grad, buffer = weight + row * columns, grad + row * apart, buffer + row * columns
     if EVEN:  # multiples of 8, and of 16 bytes
         columns, inputs, base, width = columns // 8 * 8, inputs // 8 * 8, base // 8 * 8, width // 8 * 8
@@ -69,8 +74,21 @@ def input_at(column, columns, inputs, inner, EVEN: tl.constexpr):
 
 
 @triton.jit
-def on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL: tl.constexpr):
-    found = tl.load(grad + c, mask=here, other=0.0).to(tl.float32)
+def for_rule(c, lies, EVEN: tl.constexpr):
+    _, columns, _, inputs, _, _, _, _, _, _, turned = lies
+    found = c
+    if not EVEN:
+        if turned:
+            found = c % inputs * (columns // inputs) + c // inputs
+    return found
+
+
+@triton.jit
+def on_v_at(grad, c, lies, here, scale, alpha, shift, u, EXTERNAL: tl.constexpr, EVEN: tl.constexpr):
+    at = c
+    if EXTERNAL:
+        at = for_rule(c, lies, EVEN)
+    found = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
     if not EXTERNAL:
         found = scale * alpha * found - shift * u
     return found
@@ -108,11 +126,21 @@ def projected(lies, vectors, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def write_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def ahead(on_v, at, here, good, MEMORY: tl.constexpr):
+    old = tl.load(at, mask=here, other=0.0)
+    mean = old + (1 - MEMORY) * (on_v - old)
+    tl.store(at, mean, mask=here & good)
+    return on_v + MEMORY * (mean - on_v)
+
+
+@triton.jit
+def write_row(
+    lies, moving, scale, shift, vectors, to, memory, good,
+    MEMORY: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     columns, inputs, inner, base, width, _, grad, _ = lying(lies, EVEN)
     if EVEN:
-        to = tl.multiple_of(to, 16)
-    bad = tl.zeros([BLOCK], dtype=tl.float32)
+        to, memory = tl.multiple_of(to, 16), tl.multiple_of(memory, 16)
     for begin in range(0, columns, BLOCK):
         c = begin + tl.arange(0, BLOCK)
         here = c < columns
@@ -120,40 +148,45 @@ def write_row(lies, moving, scale, shift, vectors, to, EVEN: tl.constexpr, BLOCK
         alpha = tl.load(vectors + spec.ALPHA * width + i, mask=known, other=1.0)
         u = alpha * tl.load(vectors + spec.MU * width + i, mask=known, other=0.0)
         value = tl.load(grad + c, mask=here, other=0.0).to(tl.float32)
-        bad += tl.where(value - value == 0, 0.0, 1.0)
-        tl.store(to + c, scale * alpha * value - shift * u, mask=here)
-    return tl.sum(bad, 0)
+        on_v, at = tl.where(good, scale * alpha * value - shift * u, 0.0), for_rule(c, lies, EVEN)
+        if MEMORY >= 0:
+            on_v = ahead(on_v, memory + at, here, good, MEMORY)
+        tl.store(to + at, on_v, mask=here)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def write_gradients(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
+    MEMORY: tl.constexpr, PROJECT: tl.constexpr,
+    KIND: tl.constexpr, RULE_KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
-    unit = tl.program_id(0)
+    unit, good = tl.program_id(0), tl.load(ok) != 0
     p, s, _settings, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, False, KIND)
-    apart = tl.load(s + spec.RULE_ROW)
-    even = even & ((tl.load(p + spec.TO_RULE) % 16) == 0) & (apart % 8 == 0)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, False, KIND, RULE_KIND)
+    apart, columns = tl.load(s + spec.RULE_ROW), tl.load(s + spec.COLUMNS)
+    even = even & ((tl.load(p + spec.TO_RULE) % 16) == 0) & (apart % 8 == 0) & ((flags & spec.TURNED) == 0)
+    memory = floats(tl.load(p + spec.MEMORY_OF_RULE))
+    if MEMORY >= 0:  # with the bias as a column
+        held = columns + tl.where((flags & spec.BIASED) != 0, 1, 0)
+        even = even & ((tl.load(p + spec.MEMORY_OF_RULE) % 16) == 0) & (held % 4 == 0)
+        memory += row * held
     shift = 0.0
-    bad = 0.0
     if (flags & spec.BIASED) != 0:
-        value = tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
-        bad = tl.where(value - value == 0, 0.0, 1.0)  # of a product, a fused multiply-add would leave its rounding
-        shift = scale * value
-        to = pointer(tl.load(p + spec.BIAS_TO_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
-        tl.store(to, shift * tl.load(layer + spec.CONSTANT))
+        shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
+        to = pointer(tl.load(p + spec.BIAS_TO_RULE), RULE_KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+        on_v = tl.where(good, shift * tl.load(layer + spec.CONSTANT), 0.0)
+        if MEMORY >= 0:
+            on_v = ahead(on_v, memory + columns, good, good, MEMORY)
+        tl.store(to, on_v)
     if PROJECT:
         if (flags & (spec.BIASED | spec.WHITENED)) == spec.WHITENED:
             _, _, _, shift = projected(lies, vectors, scale, HALF)
-    to = pointer(tl.load(p + spec.TO_RULE), KIND) + row * apart
+    to = pointer(tl.load(p + spec.TO_RULE), RULE_KIND) + row * apart
     if even:
-        bad += write_row(lies, moving, scale, shift, vectors, to, True, BLOCK)
+        write_row(lies, moving, scale, shift, vectors, to, memory, good, MEMORY, True, BLOCK)
     else:
-        bad += write_row(lies, moving, scale, shift, vectors, to, False, HALF)
-    tl.store(sums + spec.GRAD2 * units + unit, tl.where(bad > 0, float("inf"), 0.0))
+        write_row(lies, moving, scale, shift, vectors, to, memory, good, MEMORY, False, HALF)
 
 
 @triton.jit
@@ -178,7 +211,7 @@ def row_sums(
         spread = tl.load(vectors + spec.SPREAD * width + i, mask=known, other=1.0)
         fresh = tl.load(vectors + spec.FRESH * width + i, mask=known, other=1.0)
         u = alpha * mu
-        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
+        on_v = on_v_at(grad, c, lies, here, scale, alpha, shift, u, EXTERNAL, EVEN)
         d = on_v
         if MOMENTUM > 0:
             _, d = pushed(on_v, tl.load(buffer + c, mask=here, other=0.0), MOMENTUM, NESTEROV)
@@ -198,12 +231,12 @@ def row_sums(
 def add_up(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, RULE_KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     unit = tl.program_id(0)
     p, s, _settings, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND, RULE_KIND)
     shift = 0.0
     direction = 0.0
     level = 0.0
@@ -211,7 +244,7 @@ def add_up(
         level = tl.load(pointer(tl.load(p + spec.LEVEL), KIND) + row).to(tl.float32)
     if EXTERNAL:
         if (flags & spec.BIASED) != 0:
-            step = pointer(tl.load(p + spec.BIAS_FROM_RULE), KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
+            step = pointer(tl.load(p + spec.BIAS_FROM_RULE), RULE_KIND) + row * tl.load(s + spec.BIAS_RULE_ROW)
             direction = tl.load(step).to(tl.float32) * tl.load(layer + spec.CONSTANT)
     elif (flags & spec.BIASED) != 0:
         shift = scale * tl.load(pointer(tl.load(p + spec.BIAS_GRAD), KIND) + row).to(tl.float32)
@@ -266,7 +299,7 @@ def move_row(
         i, known = base + input_at(c, columns, inputs, inner, EVEN), here & moving
         alpha = tl.load(vectors + spec.ALPHA * width + i, mask=known, other=1.0)
         u = alpha * tl.load(vectors + spec.MU * width + i, mask=known, other=0.0)
-        on_v = on_v_at(grad, c, here, scale, alpha, shift, u, EXTERNAL)
+        on_v = on_v_at(grad, c, lies, here, scale, alpha, shift, u, EXTERNAL, EVEN)
         w = tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
         d = on_v
         if MOMENTUM > 0:
@@ -279,14 +312,14 @@ def move_row(
 def move(
     addresses, shapes, settings, owner, vectors, layers, sums, motion, ok, width, units,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
-    EXTERNAL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
+    EXTERNAL: tl.constexpr, KIND: tl.constexpr, RULE_KIND: tl.constexpr, BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK // 2
     if tl.load(ok) == 0:
         return
     unit = tl.program_id(0)
     p, s, g, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
-    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND)
+    flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND, RULE_KIND)
     shift = tl.load(sums + spec.SHIFT * units + unit)
     gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
     ratio = tl.load(g + spec.RATIO)

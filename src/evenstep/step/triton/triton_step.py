@@ -1,4 +1,4 @@
-"""The step of many blocks in five launches, whatever the network; one more where a torch rule gives the steps.
+"""The step of many blocks in five launches, whatever the network; one more where torch operations make the steps.
 
 `frame` finds the coordinates, `add_up` the sums over each unit's row, `measure` how far each unit goes, `move` moves
 the weights, `commit` lets the batch join the moments. `torch_step` is the same in torch operations. All is masked on
@@ -8,6 +8,7 @@ the device: the host never waits.
 import inspect
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ..block import Block
+from ...rules.rule import Matrices
+from ..block import Block, all_finite, gradient
 from . import table_spec as spec
-from .tables import SETTINGS, inner, pieces, places_of, settings_table, shapes_table, whitened
+from .tables import FAST, SETTINGS, aligned, inner, padded, pieces, places_of, settings_table, shapes_table, whitened
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # warps and elements at a time, chosen by measurement on an H200 over AlexNet and GPT-2
@@ -44,10 +46,7 @@ def serves(block: Block, state: Any) -> bool:
     stage = block.statistics
     if stage is not None and (stage.stuffed or (whitened(block) and stage.inputs != groups * inputs)):
         return False
-    gap = inner(block)
-    if gap is None or not pieces(block, groups * units, inputs * kernel):
-        return False
-    if rule.own_rate and rule.joint(block) and gap != kernel:  # the rule sees columns in their own order
+    if inner(block) is None or not pieces(block, groups * units, inputs * kernel):
         return False
     alike = all((b.device, b.dtype, b.numel()) == (weight.device, weight.dtype, groups * units) for b in biases)
     dense = all(b.is_contiguous() for b in biases) and not any(t.is_neg() for t in (weight, *biases))
@@ -65,9 +64,16 @@ def has_first_dtypes(block: Block, state: Any) -> bool:
     kept = [state[block.weight].get(name) for name in spec.STATE]
     kept += [] if stage is None else [stage.slots, stage.centre, stage.tally]
     buffers = [state[p].get("momentum_buffer") for p in block.parameters] if block.rule.fused is not None else []
+    if block.rule.matrices:
+        kept.append(state[block.weight].get("momentum_buffer"))
     return all(t is None or t.dtype == wide for t in kept) and all(
         t is None or t.dtype == block.weight.dtype for t in buffers
     )
+
+
+def likeness(block: Block) -> tuple[Any, ...]:
+    """What layers have in common whose matrices are multiplied at once."""
+    return tuple(block.layout(block.weight).shape), len(block.biases), whitened(block)
 
 
 class TritonStep:
@@ -78,11 +84,15 @@ class TritonStep:
     def __init__(self, blocks: Sequence[Block], state: Any) -> None:
         """What the kernels need on the device from step to step."""
         first = blocks[0]
+        if first.rule.matrices:  # those that are alike lie one after another
+            blocks = sorted(blocks, key=likeness)
         self.blocks, self.state = list(blocks), state
         self.stages = [block.statistics for block in blocks if block.statistics is not None]
         self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
         self.momentum = 0.0 if self.needs_direction else float(first.group.get("momentum", 0.0))
+        narrow = self.rule.matrices and self.rule.narrow and self.device.type == "cuda"
+        self.rule_dtype = torch.bfloat16 if narrow else first.weight.dtype  # of the gradients on v that the rule sees
         self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.captured = False  # whether a CUDA graph holds its addresses
@@ -112,11 +122,13 @@ class TritonStep:
             **dict.fromkeys(self.rule.fused or (), True),
             **{name: True for block in self.blocks for name in block.coordinates.fused},
             "MOMENTUM": self.momentum,
+            "MEMORY": float(self.group["momentum"]) if self.rule.matrices else -1.0,
             "LINEAR": self.rule.linear,
             "EXTERNAL": self.needs_direction,
             "GUARD": bool(self.stages) and any(guards.bounds_steps(b.group) for b in self.blocks),
             "PROJECT": any(whitened(b) and not b.biases for b in self.blocks),
             "KIND": KINDS[self.blocks[0].weight.dtype],
+            "RULE_KIND": KINDS[self.rule_dtype],
             "SLOTS": SLOTS,
             "VERSION": spec.VERSION,
         }
@@ -144,20 +156,23 @@ class TritonStep:
     # launches
 
     def look(self, divisor: Tensor | None = None) -> None:
-        """Find the coordinates, and sum over the rows; or write the gradients on v that a torch rule is to see."""
-        if self.needs_direction:
-            dtype = self.blocks[0].weight.dtype
-            self.for_rule = torch.empty(2, self.rule_size, dtype=dtype, device=self.device)
+        """Find the coordinates, and sum over the rows, unless the rule makes the steps in torch operations."""
+        if self.needs_direction:  # a rule of matrices makes the steps where it finds the gradients
+            size = self.rule_size * (1 if self.rule.matrices else 2)
+            self.for_rule = torch.zeros(size, dtype=self.rule_dtype, device=self.device)
         with on(self.device):
             self.captured |= torch.cuda.is_current_stream_capturing()
             rows = [self._addresses(k, block) for k, block in enumerate(self.blocks)]
             self.addresses.send(rows, lambda: rows)
             self.table = self._settings()
         self._launch("frame", self.vectors, self.batch, self.layers, self.width, len(self.blocks))
-        self._along_rows("write_gradients" if self.needs_direction else "add_up")
+        if not self.needs_direction:
+            self._along_rows("add_up")
 
     def finite(self) -> Tensor:
         """Whether all gradients are finite: no unit's sum of squares is infinite or NaN."""
+        if self.needs_direction:
+            return all_finite([gradient(p) for block in self.blocks for p in block.parameters])
         return self.sums[spec.GRAD2].amax() < torch.inf
 
     def move(self, ok: Tensor | None) -> None:
@@ -215,9 +230,13 @@ class TritonStep:
         for column, name in enumerate(spec.STATE, spec.MX):
             row[column] = mine[name].data_ptr() if name in mine else 0
         if self.for_rule is not None:
-            (start, bias, *_), far = self.places[k], self.rule_size  # from the gradients to the steps
+            start, bias, *_ = self.places[k]
+            far = 0 if self.rule.matrices else self.rule_size  # from the gradients to the steps
             base, size = self.for_rule.data_ptr(), self.for_rule.element_size()
-            row[spec.TO_RULE : spec.ADDRESSES] = [base + size * at for at in (start, bias, far + start, far + bias)]
+            places = (start, bias, far + start, far + bias)
+            row[spec.TO_RULE : spec.MEMORY_OF_RULE] = [base + size * at for at in places]
+            if self.rule.matrices:
+                row[spec.MEMORY_OF_RULE] = mine["momentum_buffer"].data_ptr()
         return row
 
     def _buffer(self, p: Tensor) -> Tensor:
@@ -241,23 +260,41 @@ class TritonStep:
         table[:, spec.RATE : spec.BIAS_RATE + 1] = both
         return table
 
-    # torch rules
+    # rules that make steps in torch operations
 
-    def column_scales(self) -> list[Tensor | None]:
-        """α β of each column of the blocks' matrices, as `frame` has left them."""
-        found: list[Tensor | None] = []
-        for k, (block, begin) in enumerate(zip(self.blocks, self.bases, strict=True)):
-            groups, _, inputs, kernel = block.layout(block.weight).shape
-            alpha = self.vectors[spec.ALPHA, begin : begin + groups * inputs]
-            scale = alpha.view(groups, inputs) * self.layers[k, spec.BETA] if whitened(block) else None
-            found.append(None if scale is None else scale.repeat_interleave(kernel, 1).unsqueeze(1))
+    def matrices(self, ok: Tensor | None) -> list[Matrices]:
+        """Nesterov's direction of the momentum on v, layers that are alike at once; steps are expected there."""
+        self._along_rows("write_gradients", ok)
+        assert self.for_rule is not None
+        found, begin = list[Matrices](), 0
+        for _, some in groupby(self.blocks, likeness):
+            blocks = list(some)
+            groups, units, columns = padded(blocks[0])
+            size = torch.Size([len(blocks) * groups, units, columns])
+            x = self.for_rule[(start := self.places[begin].start) : start + size.numel()].view(size)
+            found.append(Matrices(blocks, x, self._column_scale(begin, blocks)))
+            begin += len(blocks)
         return found
 
-    def stand_ins(self) -> list[list[nn.Parameter]]:
+    def _column_scale(self, begin: int, blocks: Sequence[Block]) -> Tensor | None:
+        """α β of each column of the matrices of layers that are alike, as `frame` has left them."""
+        if not whitened(blocks[0]):
+            return None
+        count, (groups, _, inputs, kernel) = len(blocks), blocks[0].layout(blocks[0].weight).shape
+        size, distances = [count, groups, inputs], [aligned(groups * inputs, FAST), inputs, 1]
+        alpha = self.vectors[spec.ALPHA].as_strided(size, distances, spec.ALPHA * self.width + self.bases[begin])
+        scale = alpha * self.layers[begin : begin + count, spec.BETA, None, None]
+        scale = scale.view(count * groups, inputs)
+        return scale if kernel == 1 else scale.repeat_interleave(kernel, 1)
+
+    def take_matrices(self, found: Sequence[Matrices]) -> None:
+        """Nothing: the kernels read the steps where the rule has written them."""
+
+    def stand_ins(self, ok: Tensor | None) -> list[list[nn.Parameter]]:
         """For each block parameters that are zero and have its gradients on v, for torch's rules to move."""
+        self._along_rows("write_gradients", ok)
         assert self.for_rule is not None
-        gradients, steps = self.for_rule
-        steps.zero_()
+        gradients, steps = self.for_rule.view(2, -1)
         found: list[list[nn.Parameter]] = []
         for block, (start, bias, row, _) in zip(self.blocks, self.places, strict=True):
             lying = [(at, p.shape, p.stride()) for at, p in zip((start, bias), block.parameters, strict=False)]
