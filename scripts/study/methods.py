@@ -178,6 +178,8 @@ def with_adamw(make: Callable[..., Any], convolutions: bool = True) -> Build:
         options = dict(options)
         plain_lr = options.pop("plain_lr", PLAIN_LR)
         matrices = hidden(model, convolutions)
+        if not matrices:
+            raise ValueError("no hidden weights for it: all dense layers are heads, and it takes no convolutions")
         chosen = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in chosen]
         like_lr = torch.full_like(lr, plain_lr) if isinstance(lr, Tensor) else plain_lr

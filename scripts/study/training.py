@@ -58,17 +58,19 @@ class Schedule:
                 group["lr"] = lr * rate
 
 
-def train(job: Job, task: Task, data: Data, device: torch.device, most: int | None = None) -> Work[Metrics]:
+def train(
+    job: Job, task: Task, data: Data, device: torch.device, most: int | None = None, captured: bool = False
+) -> Work[Metrics]:
     """Train one network in steps; its metric on held-out data, training loss and seconds.
 
-    The seed sets weights and batches, the same for all methods. A step runs as a CUDA graph where the method allows
-    it; else forward and backward do, and the optimizer's step runs eagerly on the same stream.
+    The seed sets weights and batches, the same for all methods. On a GPU the whole step is a CUDA graph if `captured`;
+    else forward and backward are one, and the optimizer's step runs eagerly on the same stream.
     """
     begin, (method, options) = time.perf_counter(), parse(job.method)
     torch.manual_seed(job.seed)
     with torch.device(device):
         model = task.build()
-    lr = torch.tensor(job.lr, device=device) if method.captured else job.lr
+    lr = torch.tensor(job.lr, device=device) if captured else job.lr
     optimizers = method.build(model, lr, options)
     steps = min(task.steps, most or task.steps)
     loss_now, losses, schedule = torch.zeros((), device=device), [], Schedule(optimizers)
@@ -93,13 +95,13 @@ def train(job: Job, task: Task, data: Data, device: torch.device, most: int | No
 
     run: Callable[[Tensor, Tensor], None]
     graphs = device.type == "cuda"
-    run = CapturedStep(whole if method.captured else backward) if graphs else whole
+    run = CapturedStep(whole if captured else backward) if graphs else whole
     generator = torch.Generator(device).manual_seed(job.seed)
     first = None
     for k, (x, y) in zip(range(steps), task.batches(data, generator), strict=False):
         schedule.set(task.rate(k, steps))
         run(x, y)
-        if graphs and not method.captured:
+        if graphs and not captured:
             update()
         if k == 0:
             first = loss_now.clone()
@@ -114,18 +116,26 @@ def train(job: Job, task: Task, data: Data, device: torch.device, most: int | No
         "training_loss": float(torch.stack(losses).mean()),
         "first_loss": float(first),
         "seconds": time.perf_counter() - begin,
-        "run": ("captured" if method.captured else "step eager") if graphs else "eager",
+        "run": ("captured" if captured else "step eager") if graphs else "eager",
     }
 
 
-def guarded(job: Job, *args: Any) -> Work[tuple[Job, Metrics]]:
-    """A job with its result or its error: one job's failure must not lose the others."""
-    try:
-        return job, (yield from train(job, *args))
-    except MissingRivals as error:
-        return job, {"skipped": str(error)}
-    except Exception as error:
-        return job, {"error": f"{type(error).__name__}: {error}"[:400]}
+def guarded(
+    job: Job, task: Task, data: Data, device: torch.device, most: int | None = None
+) -> Work[tuple[Job, Metrics]]:
+    """A job with its result or its error: one job's failure must not lose the others.
+
+    If a step cannot be captured after all, the job begins again with eager steps of the optimizer.
+    """
+    notes: Metrics = {}
+    for captured in (True, False) if device.type == "cuda" and parse(job.method)[0].captured else (False,):
+        try:
+            return job, {**(yield from train(job, task, data, device, most, captured)), **notes}
+        except MissingRivals as error:
+            return job, {"skipped": str(error)}
+        except Exception as error:
+            notes = {"capture_error" if captured else "error": f"{type(error).__name__}: {error}"[:400]}
+    return job, notes
 
 
 def load(tasks: dict[str, Task], folder: Path | None, device: torch.device) -> dict[str, Data]:
