@@ -254,7 +254,7 @@ def test_methods_share_weights_and_batches_of_a_seed(name):
 
 
 @installed
-@pytest.mark.parametrize("name", ["muon-conv", "normuon", "adamuon", "soap", "kron", "ademamix", "lion"])
+@pytest.mark.parametrize("name", ["muon-conv", "normuon", "adamuon", "soap", "ademamix", "lion"])
 @pytest.mark.parametrize("task", ["gpt", "resnet-bn"])
 def test_packages_take_steps(task, name):
     found = smoke(f"{task}:{name}:default:0")

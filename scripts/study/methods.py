@@ -233,9 +233,8 @@ METHODS: dict[str, Method] = {
     # from packages
     "muon-conv": Method(with_adamw(muon_kin("Muon")), 0.02),
     "normuon": Method(with_adamw(muon_kin("NorMuon")), 0.02),
-    "adamuon": Method(with_adamw(muon_kin("AdaMuon")), 1e-3, captured=False),
+    "adamuon": Method(with_adamw(muon_kin("AdaMuon")), 0.02, captured=False),
     "soap": Method(whole_model("SOAP"), 3e-3, captured=False),
-    "kron": Method(whole_model("Kron"), 1e-3, captured=False),
     "ademamix": Method(whole_model("AdEMAMix"), 1e-3, captured=False),
     "lion": Method(whole_model("Lion"), 1e-4, captured=False),
 }

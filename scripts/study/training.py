@@ -63,8 +63,8 @@ def train(
 ) -> Work[Metrics]:
     """Train one network in steps; its metric on held-out data, training loss and seconds.
 
-    The seed sets weights and batches, the same for all methods. On a GPU the whole step is a CUDA graph if `captured`;
-    else forward and backward are one, and the optimizer's step runs eagerly on the same stream.
+    The seed sets weights and batches, the same for all methods. With `captured` lr is a tensor, and on a GPU the whole
+    step is a CUDA graph; else forward and backward are one, and the optimizer's step runs eagerly on the same stream.
     """
     begin, (method, options) = time.perf_counter(), parse(job.method)
     torch.manual_seed(job.seed)
@@ -128,13 +128,15 @@ def guarded(
     If a step cannot be captured after all, the job begins again with eager steps of the optimizer.
     """
     notes: Metrics = {}
-    for captured in (True, False) if device.type == "cuda" and parse(job.method)[0].captured else (False,):
+    can = parse(job.method)[0].captured
+    for captured in (True, False) if can and device.type == "cuda" else (can,):
         try:
             return job, {**(yield from train(job, task, data, device, most, captured)), **notes}
         except MissingRivals as error:
             return job, {"skipped": str(error)}
         except Exception as error:
-            notes = {"capture_error" if captured else "error": f"{type(error).__name__}: {error}"[:400]}
+            kind = "capture_error" if captured and device.type == "cuda" else "error"
+            notes = {kind: f"{type(error).__name__}: {error}"[:400]}
     return job, notes
 
 
