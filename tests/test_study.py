@@ -82,7 +82,8 @@ def test_the_summary_compares_our_default_with_the_best_setting_of_the_best_riva
     assert cells[3].startswith("1.3000") and cells[4].startswith("normuon,momentum=0.9, 0.02")
     assert cells[5] == "+0.2000 ± 0.0577 (3)" and cells[6] == "ahead"  # apart by 0.1, 0.2, 0.3
     assert cells[7] == "10.0%"  # 1.1 where the best lr has 1.0
-    assert row(text, "normuon")[3:5] == ["3", "0.01 to 0.02 (2)"]
+    assert row(text, "normuon")[3:6] == ["3", "+0.2000 ± 0.0577 (3)", "0.02: 1.3000"]
+    assert row(text, "evenstep")[4:7] == ["-0.1000 ± 0.0000 (3)", "0.02: 1.1000, 0.04: 1.0000", "10.0%"]
 
 
 def test_accuracies_are_better_when_higher_and_shown_in_per_cent():
@@ -109,7 +110,7 @@ def test_divergence_is_a_lost_number_or_a_loss_above_the_first():
         record("evenstep", 6.0, 0, None, last=None),  # beyond a factor of 30
     ]
     text = table.markdown(found)
-    assert row(text, "gpt")[8] == "1 of 2, 2 of 3" and row(text, "evenstep")[6] == "3 of 4"
+    assert row(text, "gpt")[8] == "1 of 2, 2 of 3" and row(text, "evenstep")[7] == "3 of 4"
 
 
 def test_failed_jobs_and_shorter_trainings_stand_apart():

@@ -108,7 +108,8 @@ class Task:
     def divergences(self, family: str, factor: float) -> tuple[int, int]:
         """How many runs diverged, of how many, within a factor of the usual lr."""
         usual = usual_lr(family)
-        near = [s for s in self.settings(family) if usual / factor * 0.999 <= s.lr <= usual * factor * 1.001]
+        wide = factor * 1.001  # a little more, for rounding
+        near = [s for s in self.settings(family) if math.isinf(factor) or usual / wide <= s.lr <= usual * wide]
         runs = [broken for s in near for broken in self.diverged[s].values()]
         return sum(runs), len(runs)
 
@@ -206,22 +207,36 @@ def summary(tasks: dict[str, Task]) -> str:
 def details(name: str, task: Task) -> str:
     """All methods of a task at their best, the best first."""
     word = "accuracy, %" if task.higher else "loss"
-    head = ["method", f"held-out {word}", "at", "seeds", "lr tried", "usual lr behind the best", "diverged"]
-    rows = []
+    head = ["method", f"held-out {word}", "at", "seeds", "EvenStep's default ahead by", "by lr", "worse by at usual lr"]
+    default, rows = task.at_default(OURS) if task.settings(OURS) else None, []
     for family in task.families():
-        best, settings = task.best(family), task.settings(family)
-        rates = sorted({s.lr for s in settings})
-        runs = [broken for s in settings for broken in task.diverged[s].values()]
-        rows.append([
-            family,
-            spread(task, best),
-            described(task, best),
-            str(len(task.values[best])),
-            f"{rates[0]:g} to {rates[-1]:g} ({len(rates)})" if len(rates) > 1 else f"{rates[0]:g}",
-            share(task.loss_of_default(family)),
-            f"{sum(runs)} of {len(runs)}",
-        ])  # fmt: skip
-    return f"### {name}\n\n" + table(head, rows)
+        best = task.best(family)
+        rows.append(
+            [
+                family,
+                spread(task, best),
+                described(task, best),
+                str(len(task.values[best])),
+                difference(task, *task.ahead(default, best)) if default and best != default else "–",
+                by_lr(task, best.method),
+                share(task.loss_of_default(family)),
+            ]
+        )
+    return f"### {name}\n\n" + table([*head, "diverged"], [[*row, lost(task, row[0])] for row in rows])
+
+
+def by_lr(task: Task, method: str) -> str:
+    """The mean at each lr that a method was tried at with these options."""
+    settings = sorted((s for s in task.values if s.method == method), key=lambda s: s.lr)
+    scale, digits = scaled(task)
+    means = [mean(task.values[s].values()) for s in settings]
+    shown = [f"{value * scale:.{digits}f}" if math.isfinite(value) else "diverged" for value in means]
+    return ", ".join(f"{s.lr:g}: {text}" for s, text in zip(settings, shown, strict=True))
+
+
+def lost(task: Task, family: str) -> str:
+    """How many runs of a method diverged, of how many."""
+    return "{} of {}".format(*task.divergences(family, math.inf))
 
 
 def described(task: Task, setting: Setting | None) -> str:
