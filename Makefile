@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-kernels test-torch test-browser test-integrations test-all compatibility compatibility-gpu check format clean
+.PHONY: demo test test-slow test-gpu test-kernels test-torch test-browser test-integrations test-all compatibility compatibility-gpu rivals check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -48,6 +48,14 @@ compatibility-gpu: .venv/.installed-dev
 	mkdir -p results/compatibility
 	$(BIN)/python -m pytest -q -m "feature and gpu" -o addopts="" --strict-markers tests/test_graphs.py --features results/compatibility/gpu.json
 	$(BIN)/python scripts/compatibility.py
+
+# rival optimizers for `python scripts/study`, in a folder that can be carried to a machine without network
+rivals: .rivals/.installed
+
+.rivals/.installed: scripts/rivals.txt | $(BIN)/python
+	rm -rf .rivals
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target .rivals -r scripts/rivals.txt
+	@touch $@
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

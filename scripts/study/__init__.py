@@ -1,0 +1,1 @@
+"""Tasks, methods, training and tables of `python scripts/study`, which says how to use it."""
