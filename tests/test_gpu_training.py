@@ -21,7 +21,7 @@ from helpers import GPU
 
 STEPS, CLASSES, LONG = 50, 8, 16
 SEED = 4  # one at which no gradient is so near 0 that rounding decides its sign, which Adam and RMSProp go by
-# how far the first step may be from the CPU's: with products in bfloat16 rounding decides where a gradient has few ranks
+# how far the first step may be from the CPU's: products in bfloat16 amplify rounding where a gradient has few ranks
 CLOSE = {"EvenStep": 0.1, "Whitened(Muon)": 0.03}
 DEFAULTS = {
     "EvenStep": OptimizerCase(evenstep.EvenStep, {}),

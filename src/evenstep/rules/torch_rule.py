@@ -150,8 +150,10 @@ def options_of(proxy: Proxy, own_options: bool) -> dict[str, Any]:
     defaults = proxy.rule.instance.defaults
     theirs = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
     if own_options:
-        known = {"capturable": bool(theirs.get("capturable")), "fused": not (defaults.get("foreach") is False)}
-        theirs = {k: v for k, v in known.items() if proxy.q.is_cuda and k in defaults}
+        theirs = {"capturable": True} if theirs.get("capturable") and "capturable" in defaults else {}
+        if proxy.rule.name in ("Adam", "AdamW") and defaults["foreach"] is None and defaults["fused"] is None:
+            theirs["fused"] = True
+        theirs = theirs if proxy.q.is_cuda else {}
     return {**defaults, **theirs, **OURS, "lr": plain_rate(proxy.lr), "params": []}
 
 
