@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
+from evenstep.coordinates.plain_size import PlainSize
 from evenstep.even_step import EvenStep
+from evenstep.math.change_of_variables import Scales
+from evenstep.math.constants import plain_size
 from evenstep.rules.orthogonal import OrthogonalRule
 
 RIVALS = Path(__file__).parents[2] / ".rivals"
@@ -98,18 +101,24 @@ class OwnNorMuon(OrthogonalRule):
         return [torch.full((b.groups,), (b.units / b.groups) ** 0.5, device=b.weight.device) for b in step.blocks]
 
 
-def variant(
-    conv: tuple[float, float] = (0.5, 0),
-    dense: tuple[float, float] = (1, 1),
-    rule: OrthogonalRule | None = None,
-    **fixed: Any,
-) -> Method:
-    """`EvenStep` with these powers of α and shares of the mean for convolutions and dense layers, or another rule."""
-    names = "convolutions", "dense"
-    fields: dict[str, Any] = {
-        name: {"power": p, "centre": c} for name, (p, c) in zip(names, (conv, dense), strict=True)
-    }
-    cls = type("Variant", (EvenStep,), {**fields, "rule": rule or EvenStep.rule})
+def partly(power: float, centre: float) -> type[PlainSize]:
+    """Coordinates with this power of α and this share of the mean taken out: (1, 1) is whitening, (0, 0) plain."""
+
+    class Partly(PlainSize):
+        def at(self, state: Any, batch: Any, layers: Any) -> Scales:
+            whitened = super(PlainSize, self).at(state, batch, layers)
+            mu, alpha, damping = centre * whitened.mu, whitened.alpha**power, layers.group["damping"]
+            over, biased = layers.inputs, layers.biased
+            beta, constant = plain_size(mu, alpha, whitened.spread, damping, biased=biased, over=over)
+            return whitened._replace(mu=mu, alpha=alpha, beta=beta, constant=constant)
+
+    return Partly
+
+
+def variant(power: float = 1, centre: float = 1, rule: OrthogonalRule | None = None, **fixed: Any) -> Method:
+    """`EvenStep` in other coordinates, which the GPU's kernels do not know, or by another rule."""
+    coordinates = EvenStep.coordinates if (power, centre) == (1, 1) else partly(power, centre)
+    cls = type("Variant", (EvenStep,), {"coordinates": coordinates, "rule": rule or EvenStep.rule})
     return ours(cls, **fixed)
 
 
@@ -217,10 +226,10 @@ METHODS: dict[str, Method] = {
     "evenstep": ours(EvenStep),
     "unitstep": ours(evenstep.UnitStep),
     # variants for research
-    "own-normuon": variant((0, 0), (0, 0), OwnNorMuon(steps=5), trust=None),
-    "whitened": variant((1, 1)),
-    "half": variant(dense=(0.5, 0)),
-    "plain": variant((0, 0), (0, 0)),
+    "own-normuon": variant(0, 0, OwnNorMuon(steps=5), trust=None),
+    "half": variant(0.5, 0),
+    "plain": variant(0, 0),
+    "centred": variant(0, 1),
     "no-radius": variant(rule=OwnNorMuon()),
     "least-03": variant(rule=OrthogonalRule(least=0.3)),
     "least-1": variant(rule=OrthogonalRule(least=1.0)),  # steps relative to the radius
