@@ -19,6 +19,8 @@ sys.path.append(str(SCRIPTS))
 
 from study import methods, table, tasks, training  # noqa: E402
 
+OURS = methods.METHODS["evenstep"].lr
+
 installed = pytest.mark.skipif(
     not (methods.RIVALS / "pytorch_optimizer").is_dir(), reason="needs rivals' packages: make rivals"
 )
@@ -70,7 +72,7 @@ def test_a_verdict_takes_more_than_a_standard_error():
 
 def test_the_summary_compares_our_default_with_the_best_setting_of_the_best_rival():
     found = [
-        *runs("evenstep", 0.02, [1.0, 1.1, 1.2]),
+        *runs("evenstep", OURS, [1.0, 1.1, 1.2]),
         *runs("evenstep", 0.04, [0.9, 1.0, 1.1]),
         *runs("muon", 0.02, [1.3, 1.4, 1.5]),
         *runs("normuon,momentum=0.9", 0.02, [1.1, 1.3, 1.5]),
@@ -83,12 +85,12 @@ def test_the_summary_compares_our_default_with_the_best_setting_of_the_best_riva
     assert cells[5] == "+0.2000 ± 0.0577 (3)" and cells[6] == "ahead"  # apart by 0.1, 0.2, 0.3
     assert cells[7] == "10.0%"  # 1.1 where the best lr has 1.0
     assert row(text, "normuon")[3:6] == ["3", "+0.2000 ± 0.0577 (3)", "0.02: 1.3000"]
-    assert row(text, "evenstep")[4:7] == ["-0.1000 ± 0.0000 (3)", "0.02: 1.1000, 0.04: 1.0000", "10.0%"]
+    assert row(text, "evenstep")[4:7] == ["-0.1000 ± 0.0000 (3)", f"{OURS:g}: 1.1000, 0.04: 1.0000", "10.0%"]
 
 
 def test_accuracies_are_better_when_higher_and_shown_in_per_cent():
     found = [
-        *runs("evenstep", 0.02, [0.50, 0.52], task="deep"),
+        *runs("evenstep", OURS, [0.50, 0.52], task="deep"),
         *runs("muon-conv", 0.02, [0.55, 0.59], task="deep"),
         *runs("muon-conv", 0.04, [0.10, 0.10], task="deep"),
     ]
@@ -104,7 +106,7 @@ def test_the_seeds_that_all_settings_have_choose_among_them():
 
 def test_divergence_is_a_lost_number_or_a_loss_above_the_first():
     found = [
-        *runs("evenstep", 0.02, [1.0]),
+        *runs("evenstep", OURS, [1.0]),
         record("evenstep", 0.2, 0, None, last=None),
         record("evenstep", 0.6, 0, 7.0, last=7.0),
         record("evenstep", 6.0, 0, None, last=None),  # beyond a factor of 30
@@ -118,7 +120,7 @@ def test_failed_jobs_and_shorter_trainings_stand_apart():
     short["config"]["steps"] = 3
     failed = record("soap", 0.003, 0, 1.0)
     failed["metrics"] = {"error": "ValueError: no"}
-    text = table.markdown([record("evenstep", 0.02, 0, 1.0), short, failed])
+    text = table.markdown([record("evenstep", OURS, 0, 1.0), short, failed])
     assert "### gpt\n" in text and "### gpt, 3 steps\n" in text and "soap, 0.003, 0: ValueError: no" in text
 
 
