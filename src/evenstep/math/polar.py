@@ -5,6 +5,7 @@ from torch import Tensor
 
 # Muon's quintic, x ← a x + b x³ + c x⁵ on singular values: it pushes those from 0.01 to 1 to about one, fast
 QUINTIC = (3.4445, -4.7750, 2.0315)
+SHORT = 1e-30  # least squared norm of a matrix that counts: squares of less are denormal in float32
 LEAST = 1e-3  # least mean square of a line, relative to the matrix's
 
 
@@ -12,16 +13,23 @@ def polar(x: Tensor, steps: int) -> Tensor:
     """Orthogonal factor of each matrix of a batch [batch, row, column], by Newton–Schulz iteration; zero stays zero.
 
     Singular values come out between about 0.7 and 1.2, which is all that a direction needs. Products are as wide as
-    `x`: bfloat16 is enough.
+    `x`: bfloat16 is enough. A matrix shorter than √SHORT comes out shorter.
+
+    x ← p(x xᵀ) x with p(g) = a + b g + c g², and the smaller one of x xᵀ and xᵀ x. The matrix is not divided by its
+    norm, but the first p is, since ‖x‖² is the trace of g: only products pass over all of a matrix.
     """
-    wide = x.shape[-2] > x.shape[-1]
-    x = x.mT if wide else x
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    a, b, c = QUINTIC
-    for _ in range(steps):
-        square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.mT if wide else x
+    tall = x.shape[-2] > x.shape[-1]
+    for k in range(steps):
+        gram = x.mT @ x if tall else x @ x.mT
+        norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=SHORT).sqrt()[:, None, None] if k == 0 else None
+        if norm is not None:
+            gram = gram / norm / norm
+        factor = torch.baddbmm(gram, gram, gram, beta=QUINTIC[1], alpha=QUINTIC[2])
+        factor.diagonal(dim1=-2, dim2=-1).add_(QUINTIC[0])
+        if norm is not None:
+            factor = factor / norm
+        x = x @ factor if tall else factor @ x
+    return x
 
 
 def rows_are_longer(units: int, columns: int) -> bool:

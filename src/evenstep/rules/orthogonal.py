@@ -108,7 +108,8 @@ class OrthogonalRule(Rule):
         (rate, *_), group = block.rates(), block.group
         alike = all(g is group for b in layers.blocks for g in b.param_groups)
         even = F.pad(even * -rate if alike else even, (0, factor.shape[-2 if tall else -1] - even.shape[1]))
-        torch.mul(factor, even.unsqueeze(-1 if tall else -2), out=x)
+        # in one dtype, which GPUs read several numbers at a time
+        torch.mul(factor, even.to(x.dtype).unsqueeze(-1 if tall else -2), out=x)
         if alike:
             return
         for b, matrix in zip(layers.blocks, torch.split(x, groups), strict=True):
