@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 import oracle
-from helpers import PAPER, Forward, assert_same, coverage_of, fit, moved_by, randn, twice
+from helpers import PAPER, Forward, assert_same, coverage_of, fit, layer_statistics, moved_by, randn, twice
 from rules import deep_network, drifting
 
 WATCHING = [evenstep.WhitenedSGD, evenstep.CanonicalSGD]
@@ -214,3 +214,16 @@ def test_a_forward_that_fails_is_over():
         model(None)
     moved_by(optimizer, by_parts(model, x).square().mean())
     assert sharing(optimizer, model) == [1, 1]
+
+
+def test_reading_the_tally_between_calls_changes_no_count():
+    """A CPU counts in plain numbers until the tensor is read; both ways of counting add up."""
+    model, x = nn.Sequential(twice(), nn.Linear(3, 3)), torch.randn(16, 3)
+    for read in (False, True, False):
+        optimizer = evenstep.WhitenedSGD(model)
+        layers = layer_statistics(optimizer).values()
+        for _ in range(2):
+            model(x)
+            _ = [layer.tally for layer in layers if read]
+        assert [layer.tally.tolist() for layer in layers] == [[64, 0, 64, 32], [0] * 4, [32, 0, 32, 32]]
+        optimizer.detach()

@@ -22,7 +22,7 @@ class FanIn(Coordinates):
         """β from the layer's geometry, where the rule is linear."""
         if not self.linear:
             return Scales()
-        return Scales(beta=geometry_beta2(layers.fan_in, self.after(state, batch, layers)["sharing"]).sqrt())
+        return Scales(beta=geometry_beta2(layers.fan_in, FanIn.after(self, state, batch, layers)["sharing"]).sqrt())
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The sharing count, for steps that see no batch."""

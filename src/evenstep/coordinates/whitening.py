@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..math import guards
 from ..math.change_of_variables import Scales
-from ..math.constants import STEADY, damped, inverse_root
+from ..math.constants import STEADY, inverse_root
 from ..math.moments import batch_moments, fold, gain, second_moment_about
 from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .fan_in import FanIn
@@ -48,8 +48,8 @@ class Whitening(FanIn):
             vx = torch.maximum(vx, STEADY * mx * mx)
         q = torch.maximum(q, guards.unproven(mx, mass))
         raised, fired = guards.fresh_max(vx, q, torch.inf if fresh_max is None else fresh_max)
-        spread = damped(raised, layers.group["damping"], over)
-        fresh = torch.maximum(vx, q) + (spread - raised)
+        more = layers.group["damping"] * over.mean(raised)
+        spread, fresh = raised + more, torch.maximum(vx, q) + more
         if known is not None:
             mx, fired = torch.where(known, mx, 0.0), fired & known
             spread, fresh = torch.where(known, spread, 1.0), torch.where(known, fresh, 1.0)

@@ -36,7 +36,7 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
     show how far. The floor fades as `mass`, that of the running moments, goes to 1: 1 − decayᵗ after t batches. It does
     not depend on whether an input is raw data, which is unknown in compiled code.
     """
-    return (1 - mass) * (DRIFT * DRIFT) * mx * mx
+    return (mass - 1) * (-DRIFT * DRIFT) * mx * mx  # torch takes far longer for a number less a tensor
 
 
 def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:

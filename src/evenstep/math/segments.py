@@ -43,7 +43,6 @@ class Segments(Whole):
         lengths = torch.tensor(self.sizes, dtype=torch.int64)
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
         self.owner = torch.repeat_interleave(torch.arange(len(self.sizes)), lengths).to(device)
-        self.counts = lengths.clamp(min=1).to(device)
 
     def total(self, x: Tensor) -> Tensor:
         """Sums, one per layer, in the same order of additions in every run."""
@@ -51,7 +50,7 @@ class Segments(Whole):
 
     def mean(self, x: Tensor) -> Tensor:
         """Means, repeated for each element of their layer."""
-        return self.widen(self.total(x) / self.counts)
+        return self.widen(self._reduce(x, "mean"))
 
     def most(self, x: Tensor) -> Tensor:
         """Largest elements, one per layer (0 where a layer is empty or has none above 0)."""
@@ -60,7 +59,8 @@ class Segments(Whole):
     def _reduce(self, x: Tensor, how: str) -> Tensor:
         if torch.compiler.is_compiling():  # compilers fuse plain reductions and do not know this one
             parts = torch.split(x, self.sizes)
-            return torch.stack([part.amax() if how == "max" and part.numel() else part.sum() for part in parts])
+            how = "amax" if how == "max" else how
+            return torch.stack([getattr(part, how if part.numel() else "sum")() for part in parts])
         return torch.segment_reduce(x, how, offsets=self.offsets, unsafe=True)
 
     def widen(self, x: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ class RuleStep:
         self.split_units = dtensor.groups_along(first.weight, rows=False)
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
         self.on_v, self.scales = OnV([], []), list[Scales]()
+        self.owned = False  # whether nothing else has the memory of `on_v`
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
 
@@ -130,7 +131,7 @@ class RuleStep:
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
-        biases = [bias for packed in on_v.biases for bias in torch.split(packed, self.units.sizes)]
+        biases = [bias for packed in on_v.biases for bias in torch.split_with_sizes(packed, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
     def as_blocks(self, tensors: Sequence[Tensor]) -> OnV:
@@ -141,7 +142,7 @@ class RuleStep:
 
     def rows(self, flat: Tensor) -> Sequence[Tensor]:
         """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
-        return torch.split(flat.unsqueeze(1), self.units.sizes)
+        return torch.split_with_sizes(flat.unsqueeze(1), self.units.sizes)
 
     def unit_square(self) -> Tensor:
         """Σ of squares of the gradient on v over each unit, its bias included."""
@@ -213,7 +214,7 @@ class RuleStep:
         """For each block parameters that are zero and have its gradients on v: zeros, if the mask `ok` says no."""
         (weights, packed), found = self.on_v, []
         self.on_v = OnV([], [])  # as large as the model: each gradient goes when its stand-in has it
-        biases = [torch.split(each, self.units.sizes) for each in packed]
+        biases = [torch.split_with_sizes(each, self.units.sizes) for each in packed]
         for k, block in enumerate(self.blocks):
             weight, weights[k] = weights[k], self.one
             own = [of_blocks[k] for of_blocks in biases]
@@ -239,12 +240,16 @@ class RuleStep:
 
 
 def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
-    """The momentum buffers after one more value, in torch's convention; the value itself without momentum."""
+    """The momentum buffers after one more value, in torch's convention, to be read only; the value without momentum."""
     momentum = step.group["momentum"]
     if not momentum:
         return on_v
     buffers = step.buffers("momentum_buffer")
-    news = foreach.add(step.as_parameters(on_v), buffers, alpha=momentum)
+    values = step.as_parameters(on_v)
+    if ok is None and all(b.dtype == v.dtype for b, v in zip(buffers, values, strict=True)):
+        torch._foreach_mul_(buffers, momentum)
+        return step.as_blocks(foreach.add_(buffers, values))
+    news = foreach.add(values, buffers, alpha=momentum)
     put(buffers, news, ok)
     return step.as_blocks(news)
 
@@ -267,7 +272,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inverse of `pack`, of tensors like these."""
     if like[0].dim() == 0:
         return flat.unbind()
-    return torch.split(flat, [t.numel() for t in like])
+    return torch.split_with_sizes(flat, [t.numel() for t in like])
 
 
 def shaped(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -57,5 +57,6 @@ def look_ahead(step: RuleStep, on_v: OnV, buffers: OnV) -> OnV:
     if not momentum:
         return on_v
     count = len(on_v.weights)
-    ahead = foreach.add([*on_v.weights, *on_v.biases], [*buffers.weights, *buffers.biases], alpha=momentum)
+    add = foreach.add_ if step.owned else foreach.add
+    ahead = add([*on_v.weights, *on_v.biases], [*buffers.weights, *buffers.biases], alpha=momentum)
     return OnV(list(ahead[:count]), list(ahead[count:]))

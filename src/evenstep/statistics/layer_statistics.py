@@ -6,7 +6,7 @@ Hooks only add; a step averages. The tensors are not buffers of a module, which 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from operator import add
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
 transforms, tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+NONE: Sequence[float] = (0.0, 0.0, 0.0, 0.0)  # the counts of no call
 
 
 @dataclass
@@ -28,13 +29,6 @@ class CallPlan:
     look: Look  # the counts of such a call, without its tensor
     rows: Lattice | None  # the rows of the input to read; None if only shapes are known
     launches: dict[Any, Any] = field(default_factory=dict)  # of the kernel, by device, dtype and alignment
-
-    @cached_property
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """What the tally grows by: at the first call in a forward pass, and at later ones."""
-        look, rows = self.look, 0 if self.rows is None else self.rows.rows
-        first = torch.tensor([rows, look.zeros, look.applied, look.examples])
-        return first, first * torch.tensor([1, 1, 1, 0])
 
 
 class ForwardState:
@@ -48,6 +42,8 @@ class ForwardState:
     running = False  # a forward pass is running
     started = False  # there was one, so that a backward pass may run parts of it again, as reentrant checkpointing does
     saw_rows: bool | None = None  # whether an eager call had rows; None if there was no call
+    number = 0  # of the pass, among those that started eagerly
+    traced = False  # compiled code has run, which counts in tensors alone
     last: Any = None  # the statistics of the layer that was called last, eagerly
 
     def __init__(self) -> None:
@@ -66,9 +62,12 @@ class ForwardState:
             return
         # compiled code guards the attributes it reads: these are the same at the start of every pass
         self.running = self.started = True
+        if eager:
+            self.number += 1
+        else:
+            self.traced = True
         for clock, _ in self.clocks.values():
-            with torch.no_grad():
-                clock.copy_((clock + 1).remainder(2**20))
+            clock.add_(1).remainder_(2**20)
 
     def end(self, *args: Any) -> None:
         """After the forward. The output stays in `args`: a compiler would trace a variable of its own."""
@@ -97,7 +96,8 @@ class LayerStatistics:
       order of additions, and with it the result, is the same in every run.
     - `centre` is c: the running mean, or the first row until there is one (NaN: no row yet).
     - `tally` counts rows, rows of zeros, uses of the weight, and examples. Only the first call of a layer in a forward
-      pass counts examples: `clock` numbers the passes, `seen` is the pass of the last call.
+      pass counts examples: `clock` numbers the passes, `seen` is the pass of the last call. Of eager calls on a CPU
+      these are plain numbers, `counted` and `seen_number`, which join the tensor when it is asked for.
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
@@ -107,6 +107,8 @@ class LayerStatistics:
     """
 
     settled = centred = False
+    counted: Sequence[float] = NONE
+    seen_number: int | None = None
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class LayerStatistics:
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.forwards = forwards or ForwardState()
         self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
-        self.tally = torch.zeros(4, dtype=dtype, device=device)
+        self.counter = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
         self.seen = torch.full((), torch.nan, device=device)
@@ -131,11 +133,11 @@ class LayerStatistics:
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        if self.tally.device != device:
+        if self.counter.device != device:
             whole = self.in_one_slot()
             self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
             self.slots[0] = whole
-            for name in ("slots", "tally", "centre", "g2", "seen", "fired", "last"):
+            for name in ("slots", "counter", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._clock, self._outside = self.forwards.clocks_on(device)
 
@@ -143,6 +145,14 @@ class LayerStatistics:
     def clock(self) -> Tensor:
         """The number of the forward pass that the current call is part of."""
         return self._clock if self.forwards.contain_this_call() else self._outside
+
+    @property
+    def tally(self) -> Tensor:
+        """The counts. Compiled code, which cannot add those of the host, finds them added before."""
+        if self.counted is not NONE and not torch.compiler.is_compiling():
+            self.counter.add_(self.counter.new_tensor(self.counted))
+            self.counted = NONE
+        return self.counter
 
     rows = property(lambda self: self.tally[0], doc="The number of rows of inputs.")
     applied = property(lambda self: self.tally[2], doc="How often the weight was used.")
@@ -165,10 +175,11 @@ class LayerStatistics:
         if not torch.compiler.is_compiling():
             self.add_planned_call(look.x, self.plan(look))
             return
+        self.forwards.traced = True
         x = None if look.x is None or not self.inputs else look.x.detach()
         if x is not None:
             self.to(x.device)
-            tensors = self.slots, self.centre, self.tally, self.seen, self.clock
+            tensors = self.slots, self.centre, self.counter, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
                 return
             x = thinned(x, look.dim, self.limit)
@@ -187,23 +198,20 @@ class LayerStatistics:
         else:
             self.to(x.device)
             x = plan.rows.of(x.detach())
-        if self.tally.is_cpu:
-            self._add_on_cpu(x, plan)
-        elif x is None or not moments_kernel.add(x, plan.look, self, plan.launches):
-            self._add(x, plan.look)
-
-    def _add_on_cpu(self, x: Tensor | None, plan: CallPlan) -> None:
-        """As `_add`, by few operations: between two layers each takes longer than its arithmetic."""
-        clock = self.clock
-        first, later = plan.counts
-        if torch.equal(clock, self.seen):
-            self.tally.add_(later)
-        else:
-            self.tally.add_(first)
-            self.seen.copy_(clock)
+        look, forwards = plan.look, self.forwards
+        if not self.counter.is_cpu or forwards.traced:
+            if x is None or not moments_kernel.add(x, look, self, plan.launches):
+                self._add(x, look)
+            return
+        # as `_add`, by few operations: between two layers each takes longer than its arithmetic
+        number = forwards.number if forwards.contain_this_call() else None
+        examples = 0 if number is not None and number == self.seen_number else look.examples
+        rows = 0 if plan.rows is None else plan.rows.rows
+        self.counted = [*map(add, self.counted, (rows, look.zeros, look.applied, examples))]
+        self.seen_number = number
         if x is not None:
             self.centred = self.centred or not self.inputs or not math.isnan(self.centre[0].item())
-            self._add_sums(x, plan.look.dim, centred=self.centred)
+            self._add_sums(x, look.dim, centred=self.centred)
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -229,8 +237,7 @@ class LayerStatistics:
             for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
                 row = row.select(dim, 0)
             self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-        for total, found in zip(self.slots[0].unbind(), sum_about(x, self.centre, inputs), strict=True):
-            total.add_(found)
+        self.slots[0].add_(sum_about(x, self.centre, inputs))
 
 
 def set_centres(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:

@@ -7,6 +7,7 @@ the weights is done block by block.
 from collections.abc import Sequence
 from functools import reduce
 from math import isfinite
+from operator import add
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class TorchStep(RuleStep):
         super().__init__(blocks, state, reduce(torch.promote_types, dtypes))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
+        self.found: list[list[float]] = []  # the counts of the last batch, as the host knows them
         self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
         needs = self.coordinates.needs
         self.layers = Layers(
@@ -91,31 +93,36 @@ class TorchStep(RuleStep):
         weights = [weights_to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
         scale = self.bias_scale
         self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
+        self.owned = self.packed.alpha is not None and (scale is not None or len(weights) > 1)
 
-    def finite(self) -> Tensor:
-        """Whether all gradients are finite."""
+    def finite(self) -> Tensor | None:
+        """Whether all gradients are finite; None if the host knows that they are."""
         if self.on_host() and isfinite(self.unit_square().sum().item()):  # which many rules need anyway
-            return torch.ones((), dtype=torch.bool)
+            return None
         return all_finite([gradient(p) for p in self.parameters])
 
     def _batch(self) -> Batch:
         """What the hooks added up, packed."""
         if self.coordinates.needs == Statistics.NOTHING or not self.stages:
             return self.batch
-        counts = torch.stack([s.tally for s in self.stages])
-        found = counts.tolist() if self.on_host() else []
-        self.all_seen = all(uses for _, _, uses, _ in found)
-        rows, zeros, applied, examples = self.wide([counts])[0].unbind(1)
+        found = [[*map(add, s.counter.tolist(), s.counted)] for s in self.stages] if self.on_host() else []
+        if not found or found != self.found:  # most batches are alike
+            tallies = self.one.new_tensor(found) if found else torch.stack([s.tally for s in self.stages])
+            counts = self.wide([tallies])[0].unbind(1)
+            self.found, self.counts = found, [*counts, counts[0] > 0, self.layers.inputs.widen(counts[0])]
+            self.all_seen, self.all_rows = (all(counts[k] for counts in found) for k in (2, 0))
+        rows, zeros, applied, examples, some, of_inputs = self.counts
         if self.coordinates.needs < Statistics.INPUTS:
-            return Batch(rows, applied, examples, rows > 0)
+            return Batch(rows, applied, examples, some)
         widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
-        both = torch.cat([s.slots for s in self.stages], 2).sum(0)
-        sums = Sums(widen(rows), *both.unbind())
+        slots = torch.cat([s.slots for s in self.stages], 2)
+        both = slots.sum(0) if len(slots) > 1 else slots[0]
+        sums = Sums(of_inputs, *both.unbind())
         if any(s.stuffed for s in self.stages):
             sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
-        complete = self.on_host() and all(seen for seen, *_ in found) and all(self.kept["mass"].tolist())
+        complete = self.on_host() and self.all_rows and all(self.kept["mass"].tolist())
         complete = complete and torch.equal(centre, self.kept["mx"]) and isfinite(both.sum().item())
-        usable = rows > 0 if complete else usable_sums(sums._replace(rows=rows), self.layers.inputs)
+        usable = some if complete else usable_sums(sums._replace(rows=rows), self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
         return Batch(rows, applied, examples, usable, sums, centre, g2, complete)
 
@@ -130,14 +137,11 @@ class TorchStep(RuleStep):
             betas = self._own_outputs(scales.beta) if self.coordinates.beta_per_output else scales.beta.unbind()
         if scales.alpha is None:
             return [Scales(beta=beta) for beta in betas]
-        flat = torch.stack([x for x in scales[:4] if x is not None])
-        if self.input_of is not None:
-            flat = flat.index_select(1, self.input_of)
+        wide = [x if self.input_of is None else x.index_select(0, self.input_of) for x in scales[:4] if x is not None]
+        parts = zip(*(torch.split_with_sizes(x, self.columns) for x in wide), strict=True)
         found = []
-        parts = zip(self.blocks, torch.split(flat, self.columns, 1), self.group_of, betas, strict=True)
-        for block, part, group, beta in parts:
-            rows = part if group is None else part.view(len(part), block.groups, -1)[:, group]
-            mu, alpha, spread, fresh = rows.unbind()
+        for block, rows, group, beta in zip(self.blocks, parts, self.group_of, betas, strict=True):
+            mu, alpha, spread, fresh = rows if group is None else [x.view(block.groups, -1)[group] for x in rows]
             found.append(Scales(mu, alpha, spread, fresh, beta=beta))
         return found
 
@@ -146,13 +150,13 @@ class TorchStep(RuleStep):
         alpha = self.packed.alpha
         if alpha is None:
             return [None] * len(self.blocks)
-        columns = torch.split(alpha if self.input_of is None else alpha[self.input_of], self.columns)
+        columns = torch.split_with_sizes(alpha if self.input_of is None else alpha[self.input_of], self.columns)
         parts = zip(self.blocks, columns, self.scales, strict=True)
         return [part.view(b.groups, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
 
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per output as [unit] of each block: the rows this rank has."""
-        parts = zip(self.blocks, torch.split(flat, self.layers.outputs.sizes), strict=True)
+        parts = zip(self.blocks, torch.split_with_sizes(flat, self.layers.outputs.sizes), strict=True)
         return [dtensor.part(part, b.weight) if dtensor.sharded(b.weight) else part for b, part in parts]
 
     def _bias_scale(self, scales: Scales) -> Tensor | None:
@@ -266,5 +270,7 @@ class TorchStep(RuleStep):
             centre = after["mx"]
             if not self.batch.complete:  # some layers may have no moments yet
                 centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
-            set_centres(self.stages, torch.split(centre, self.layers.inputs.sizes), known=self.batch.complete)
+            set_centres(
+                self.stages, torch.split_with_sizes(centre, self.layers.inputs.sizes), known=self.batch.complete
+            )
         self._release()

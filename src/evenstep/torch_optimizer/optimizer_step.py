@@ -1,6 +1,6 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -61,7 +61,8 @@ class CoordinateOptimizer(ModelOptimizer):
 
         None after an empty batch: nothing moves.
         """
-        first = not self._complete
+        first, layers = not self._complete, self._statistics.layers.values() if compiled else ()
+        _ = [layer.tally for layer in layers]  # the graph cannot add what the host has counted
         busy = self._statistics.forwards.saw_rows is not False
         alone = not (dist.is_available() and dist.is_initialized())
         ranks = None if alone else reduce_statistics.ranks_of(self.process_group)
@@ -166,11 +167,12 @@ class CoordinateOptimizer(ModelOptimizer):
         """What gradients are divided by to be those of a mean loss; None for 1."""
         return None
 
-    def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
-        """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
+    def _finite(self, flags: Sequence[Tensor | None]) -> Tensor | Literal[False] | None:
+        """Whether all flags hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
+        finite = [flag for flag in flags if flag is not None]
         if not finite:
             return None
         device = finite[0].device
