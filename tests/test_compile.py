@@ -151,7 +151,8 @@ def assert_compiles_as_eager(case, name, backend, **close):
 @one_of_each_class
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_weights(case):
     """Its hooks depend on what coordinates need, whatever the other options."""
-    assert_compiles_as_eager(case, "mlp", "eager")
+    muon = case.keywords.get("base") is torch.optim.Muon  # its products in bfloat16 make more of rounding
+    assert_compiles_as_eager(case, "mlp", "eager", **({"rtol": 0.01, "atol": 1e-4} if muon else CLOSE))
 
 
 @pytest.mark.feature("compiled model")

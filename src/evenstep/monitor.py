@@ -169,8 +169,8 @@ class _Memory:
     def look(self, layer: LayerStatistics, state: dict[str, Any], bits: float) -> list[Tensor]:
         """The share of newly dead inputs and the first columns; remembers what later steps need."""
         sums = layer.sums()
-        mean, var = batch_moments(sums, layer.centre)
-        finite = usable(sums)
+        offset, var = batch_moments(sums)
+        mean, finite = layer.centre + offset, usable(sums.rows, offset, var)
         known = finite & (state["mass"] > 0)
         log2, shift = (torch.where(known, c, 0.0).nan_to_num(0.0) for c in changes(mean, var, sums.rows, state))
         up, down = self.run.clamp(min=0) + 1, self.run.clamp(max=0) - 1

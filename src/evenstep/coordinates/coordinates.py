@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from ..math.change_of_variables import Scales
-from ..math.moments import Sums
 from ..math.segments import Segments
 
 
@@ -50,7 +49,8 @@ class Batch(NamedTuple):
     applied: Tensor  # per layer: how often its weight was used
     examples: Tensor  # per layer
     usable: Tensor  # per layer: whether it has rows, and all its sums are finite
-    sums: Sums | None = None  # per input, about `centre`; rows per input, too
+    offset: Tensor | None = None  # per input: mean less centre
+    var: Tensor | None = None  # per input
     centre: Tensor | None = None  # per input
     g2: Tensor | None = None  # per output: Σ ĝ²
     # whether the host knows that all layers have moments and usable sums about their running means: no masks are needed

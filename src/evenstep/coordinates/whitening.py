@@ -9,7 +9,7 @@ from torch import Tensor
 from ..math import guards
 from ..math.change_of_variables import Scales
 from ..math.constants import STEADY, inverse_root
-from ..math.moments import batch_moments, fold, gain, second_moment_about
+from ..math.moments import fold, gain
 from .coordinates import Batch, Field, Layers, Schema, Statistics
 from .fan_in import FanIn
 
@@ -34,16 +34,16 @@ class Whitening(FanIn):
 
         The first batch uses its own moments, since there are no others; without any moments, μ = 0 and α = 1.
         """
-        assert batch.sums is not None and batch.centre is not None
+        assert batch.offset is not None and batch.var is not None and batch.centre is not None
         over, fresh_max = layers.inputs, layers.group["fresh_max"]
         mass, known = over.widen(state["mass"]), None
         if batch.complete:
-            mx, vx, q = state["mx"], state["vx"], batch.sums.second / batch.sums.rows
+            mx, vx, q = state["mx"], state["vx"], torch.addcmul(batch.var, batch.offset, batch.offset)
         else:
             usable, started = over.widen(batch.usable), mass > 0
-            mean, var = batch_moments(batch.sums, batch.centre)
-            mx, vx = torch.where(started, state["mx"], mean), torch.where(started, state["vx"], var)
-            q, known = torch.where(usable, second_moment_about(batch.sums, batch.centre, mx), vx), usable | started
+            mx = torch.where(started, state["mx"], batch.centre + batch.offset)
+            vx, off = torch.where(started, state["vx"], batch.var), batch.offset - (mx - batch.centre)
+            q, known = torch.where(usable, torch.addcmul(batch.var, off, off), vx), usable | started
         if not layers.biased:  # the constant part comes through the inputs' means alone, which may never vary
             vx = torch.maximum(vx, STEADY * mx * mx)
         q = torch.maximum(q, guards.unproven(mx, mass))
@@ -58,10 +58,10 @@ class Whitening(FanIn):
 
     def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, unless it is not usable."""
-        assert batch.sums is not None and batch.centre is not None
+        assert batch.offset is not None and batch.var is not None and batch.centre is not None
         widen = layers.inputs.widen
         k, mass = gain(state["mass"], layers.group["decay"])
-        mx, vx = fold(state["mx"], state["vx"], *batch_moments(batch.sums, batch.centre), widen(k))
+        mx, vx = fold(state["mx"], state["vx"], batch.centre + batch.offset, batch.var, widen(k))
         if not batch.complete:
             usable = widen(batch.usable)
             mx, vx = torch.where(usable, mx, state["mx"]), torch.where(usable, vx, state["vx"])

@@ -28,10 +28,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sum_about(x: Tensor, centre: Tensor, dim: int) -> Tensor:
     """Σ(x − c) and Σ(x − c)², stacked, over every dimension of `x` but `dim`, in the dtype of `centre`."""
-    dim, rank = dim % x.dim(), x.dim()
-    others = [d for d in range(rank) if d != dim]
-    deviation = x.to(centre.dtype) - (centre if dim == rank - 1 else centre.view(-1, *[1] * (rank - 1 - dim)))
+    others, deviation = [d for d in range(x.dim()) if d != dim % x.dim()], deviation_from(x, centre, dim)
     return torch.stack([t.sum(others) if others else t for t in (deviation, deviation * deviation)])
+
+
+def deviation_from(x: Tensor, centre: Tensor, dim: int) -> Tensor:
+    """x − c, inputs along `dim`, in the dtype of `centre`."""
+    behind = x.dim() - 1 - dim % x.dim()
+    return x.to(centre.dtype) - (centre.view(-1, *[1] * behind) if behind else centre)
 
 
 def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
@@ -94,22 +98,26 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
     return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
 
 
-def usable(sums: Sums, over: Whole = WHOLE) -> Tensor:
-    """Whether the batch has rows and finite sums: a bool on the device, for each layer."""
-    return over.every(torch.isfinite(sums.first) & torch.isfinite(sums.second)) & (sums.rows > 0)
+def usable(rows: Tensor, offset: Tensor, var: Tensor, over: Whole = WHOLE) -> Tensor:
+    """Whether the batch has rows and finite moments: a bool on the device, for each layer."""
+    return over.every(torch.isfinite(offset) & torch.isfinite(var)) & (rows > 0)
 
 
-def batch_moments(sums: Sums, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the batch itself: ⟨x⟩ and ⟨(x − ⟨x⟩)²⟩; 0 where the batch is empty."""
+def batch_moments(sums: Sums) -> tuple[Tensor, Tensor]:
+    """Mean of the batch, less the centre, and its variance: ⟨x⟩ − c and ⟨(x − ⟨x⟩)²⟩; 0 where the batch is empty."""
     rows = sums.rows.clamp(min=1)
     offset = sums.first / rows
-    return centre + offset, torch.addcmul(sums.second / rows, offset, offset, value=-1).clamp(min=0)
+    return offset, torch.addcmul(sums.second / rows, offset, offset, value=-1).clamp(min=0)
 
 
-def second_moment_about(sums: Sums, centre: Tensor, mx: Tensor) -> Tensor:
-    """⟨(x − mx)²⟩ of the batch: its second moment about a mean that is not its own."""
-    moved = recentre(sums, mx - centre)
-    return (moved.second / moved.rows.clamp(min=1)).clamp(min=0)
+def moments_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """`batch_moments` of `x` itself, inputs along `dim`: on a CPU two operations instead of seven."""
+    deviation, dim = deviation_from(x, centre, dim), dim % x.dim()
+    rows = deviation if dim else deviation.unsqueeze(0)  # [row, input, ...]
+    if dim == x.dim() - 1:
+        rows = deviation.reshape(-1, x.shape[-1])
+    offset, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
+    return offset, var
 
 
 def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from ..model.known_layers import BY_SHAPE
 from ..model.layer_kind import first_input, rows_of
 from ..model.survey import Entry
 from ..parallel import dtensor
-from .layer_statistics import NONE, CallPlan, ForwardState, LayerStatistics, graph_task_id, in_transform
+from .layer_statistics import CallPlan, ForwardState, LayerStatistics, graph_task_id, in_transform
 
 PLANS = 8  # shapes of calls that a layer's hook remembers
 
@@ -181,9 +181,9 @@ class ModelStatistics:
     def clear(self) -> None:
         """Start over after a step."""
         layers = self.layers.values()
-        foreach.zero_([t for layer in layers for t in (layer.slots, layer.counter, layer.g2)])
+        foreach.zero_([t for layer in layers for t in (layer.added, layer.counter, layer.g2)])
         for layer in layers:
-            layer.counted = NONE
+            layer.clear_counts()
         self.forwards.clear()
 
 

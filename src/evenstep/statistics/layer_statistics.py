@@ -3,7 +3,6 @@
 Hooks only add; a step averages. The tensors are not buffers of a module, which DDP would broadcast.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import foreach
 from ..kernels import input_sums as moments_kernel
-from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
+from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, moments_about, sum_about, thinned
 from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
@@ -97,7 +96,8 @@ class LayerStatistics:
     - `centre` is c: the running mean, or the first row until there is one (NaN: no row yet).
     - `tally` counts rows, rows of zeros, uses of the weight, and examples. Only the first call of a layer in a forward
       pass counts examples: `clock` numbers the passes, `seen` is the pass of the last call. Of eager calls on a CPU
-      these are plain numbers, `counted` and `seen_number`, which join the tensor when it is asked for.
+      these are plain numbers, `counted` and `seen_number`, which join the tensor when it is asked for. Of the first
+      there are `moments`, ⟨x⟩ − c, variance and rows, which join `slots` likewise, before a second call does.
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
@@ -109,6 +109,8 @@ class LayerStatistics:
     settled = centred = False
     counted: Sequence[float] = NONE
     seen_number: int | None = None
+    moments: tuple[Tensor, Tensor, int] | None = None
+    cleared = True
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class LayerStatistics:
         dtype, device = accumulation_dtype(like.dtype), like.device
         self.inputs, self.units, self.stuffed, self.limit = inputs, units, stuffed, limit
         self.forwards = forwards or ForwardState()
-        self.slots = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
+        self.added = torch.zeros(moments_kernel.slots(like), 2, inputs, dtype=dtype, device=device)
         self.counter = torch.zeros(4, dtype=dtype, device=device)
         self.centre = torch.full((inputs,), torch.nan, dtype=dtype, device=device)
         self.g2 = torch.zeros(units, dtype=dtype, device=device)
@@ -135,9 +137,9 @@ class LayerStatistics:
         """Follow the model to another device."""
         if self.counter.device != device:
             whole = self.in_one_slot()
-            self.slots = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
-            self.slots[0] = whole
-            for name in ("slots", "counter", "centre", "g2", "seen", "fired", "last"):
+            self.added = whole.new_zeros(moments_kernel.slots(whole, device), *whole.shape)
+            self.added[0] = whole
+            for name in ("added", "counter", "centre", "g2", "seen", "fired", "last"):
                 setattr(self, name, getattr(self, name).to(device))
             self._clock, self._outside = self.forwards.clocks_on(device)
 
@@ -145,6 +147,14 @@ class LayerStatistics:
     def clock(self) -> Tensor:
         """The number of the forward pass that the current call is part of."""
         return self._clock if self.forwards.contain_this_call() else self._outside
+
+    @property
+    def slots(self) -> Tensor:
+        """The sums. Compiled code, which cannot add the first call's, finds them added before."""
+        if not torch.compiler.is_compiling() and self.moments is not None:
+            (offset, var, rows), self.moments = self.moments, None
+            self.added[0].add_(torch.stack([offset, torch.addcmul(var, offset, offset)]), alpha=rows)
+        return self.added
 
     @property
     def tally(self) -> Tensor:
@@ -179,7 +189,7 @@ class LayerStatistics:
         x = None if look.x is None or not self.inputs else look.x.detach()
         if x is not None:
             self.to(x.device)
-            tensors = self.slots, self.centre, self.counter, self.seen, self.clock
+            tensors = self.added, self.centre, self.counter, self.seen, self.clock
             if moments_kernel.add_compiled(x, look, self.limit, *tensors):
                 return
             x = thinned(x, look.dim, self.limit)
@@ -210,8 +220,17 @@ class LayerStatistics:
         self.counted = [*map(add, self.counted, (rows, look.zeros, look.applied, examples))]
         self.seen_number = number
         if x is not None:
-            self.centred = self.centred or not self.inputs or not math.isnan(self.centre[0].item())
-            self._add_sums(x, look.dim, centred=self.centred)
+            if not self.centred:
+                self._centre_on(x, look.dim)
+            if self.cleared and rows:
+                self.moments = *moments_about(x, self.centre, look.dim), rows
+            else:
+                self.slots[0].add_(sum_about(x, self.centre, look.dim))
+            self.cleared = False
+
+    def clear_counts(self) -> None:
+        """Forget what the host knows of calls."""
+        self.counted, self.moments, self.cleared = NONE, None, True
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -228,16 +247,15 @@ class LayerStatistics:
         examples.add_(self.seen != clock, alpha=look.examples)
         self.seen.copy_(clock)
         if x is not None:
-            self._add_sums(x, look.dim)
+            self._centre_on(x, look.dim)
+            self.slots[0].add_(sum_about(x, self.centre, look.dim))
 
-    def _add_sums(self, x: Tensor, inputs: int, centred: bool = False) -> None:
-        """Add the sums about the centre, which is the first row if there is none yet."""
-        if not centred:
-            row = x
-            for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
-                row = row.select(dim, 0)
-            self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
-        self.slots[0].add_(sum_about(x, self.centre, inputs))
+    def _centre_on(self, x: Tensor, inputs: int) -> None:
+        """Take the first row for the centre if there is none yet."""
+        row = x
+        for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
+            row = row.select(dim, 0)
+        self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
 
 
 def set_centres(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:

@@ -17,8 +17,8 @@ from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
 from ..math.change_of_variables import Scales, response, scaled, step_to_w_biasless, weights_to_v
-from ..math.moments import Sums, accumulation_dtype, add_zeros
-from ..math.moments import usable as usable_sums
+from ..math.moments import Sums, accumulation_dtype, add_zeros, batch_moments
+from ..math.moments import usable as has_moments
 from ..math.segments import Segments
 from ..parallel import dtensor
 from ..rules.rule import Direction, OnV, RuleStep, pack
@@ -115,16 +115,19 @@ class TorchStep(RuleStep):
         if self.coordinates.needs < Statistics.INPUTS:
             return Batch(rows, applied, examples, some)
         widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
-        slots = torch.cat([s.slots for s in self.stages], 2)
-        both = slots.sum(0) if len(slots) > 1 else slots[0]
-        sums = Sums(of_inputs, *both.unbind())
-        if any(s.stuffed for s in self.stages):
-            sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
+        moments = [s.moments for s in self.stages if s.moments is not None and not s.stuffed]
+        if self.on_host() and len(moments) == len(self.stages):
+            offset, var = (torch.cat(each) for each in list(zip(*moments, strict=True))[:2])
+        else:
+            sums = Sums(of_inputs, *torch.cat([s.slots for s in self.stages], 2).sum(0).unbind())
+            if any(s.stuffed for s in self.stages):
+                sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
+            offset, var = batch_moments(sums)
         complete = self.on_host() and self.all_rows and all(self.kept["mass"].tolist())
-        complete = complete and torch.equal(centre, self.kept["mx"]) and isfinite(both.sum().item())
-        usable = some if complete else usable_sums(sums._replace(rows=rows), self.layers.inputs)
+        complete = complete and torch.equal(centre, self.kept["mx"]) and isfinite(var.sum().item())
+        usable = some if complete else has_moments(rows, offset, var, self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        return Batch(rows, applied, examples, usable, sums, centre, g2, complete)
+        return Batch(rows, applied, examples, usable, offset, var, centre, g2, complete)
 
     def on_host(self) -> bool:
         """Whether reading a tensor costs nothing."""

@@ -62,7 +62,7 @@ class CoordinateOptimizer(ModelOptimizer):
         None after an empty batch: nothing moves.
         """
         first, layers = not self._complete, self._statistics.layers.values() if compiled else ()
-        _ = [layer.tally for layer in layers]  # the graph cannot add what the host has counted
+        _ = [(layer.tally, layer.slots) for layer in layers]  # the graph cannot add what the host has
         busy = self._statistics.forwards.saw_rows is not False
         alone = not (dist.is_available() and dist.is_initialized())
         ranks = None if alone else reduce_statistics.ranks_of(self.process_group)

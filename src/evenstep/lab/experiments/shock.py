@@ -61,10 +61,11 @@ class Inputs:
         if layer is None or block.entry is None or "mx" not in state:
             return
         sums, path = layer.sums(), block.entry.path
-        mean, var = batch_moments(sums, layer.centre)
-        known = usable(sums) & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
+        offset, var = batch_moments(sums)
+        mean, finite = layer.centre + offset, usable(sums.rows, offset, var)
+        known = finite & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
         self.grown[path] = (known & (var > 10 * state["vx"])).sum().item()
-        self.dead[path] = (usable(sums) & (mean == 0) & (var == 0)).double().mean().item()
+        self.dead[path] = (finite & (mean == 0) & (var == 0)).double().mean().item()
 
     def end_step(self) -> None:
         """Called by the optimizer at the end of a step."""
