@@ -72,13 +72,7 @@ class OrthogonalRule(Rule):
         put(radii, unpack(radius, radii), ok)
         shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
         shrink = shrink if ok is None else torch.where(ok, shrink, 1)
-        weights = [dtensor.local(block.weight).detach() for block in blocks]
-        factors = list(unpack(shrink, radii))
-        for k, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
-            if block.groups > 1:  # one factor for each row of the matrix, in the layout of the weight
-                rows = factors[k][block.group_of_rows()]
-                factors[k] = block.unmatrix(rows[:, None].expand(block.matrix(weight).shape))
-        torch._foreach_mul_(weights, factors)
+        step.shrink(unpack(shrink, radii))
         return unpack((norm * shrink).maximum(self.least * radius), radii)
 
     def _orthogonalize(self, layers: Matrices, lengths: Tensor, states: Sequence[Any], ok: Tensor | None) -> None:

@@ -182,6 +182,10 @@ class RuleStep:
         """How far each column of the blocks' matrices moves weights, [group, column] without biases (None: 1)."""
         return [None] * len(self.blocks)
 
+    def shrink(self, factors: Sequence[Tensor]) -> None:
+        """Multiply the weights of each block by a factor per group."""
+        shrink([*zip(self.blocks, factors, strict=True)])
+
     def matrices(self, ok: Tensor | None) -> list[Matrices]:
         """Nesterov's direction of the momentum on v, (1 − m) g + m M with M ← m M + (1 − m) g, for `take_matrices`."""
         momentum, buffers = self.group["momentum"], self.live("momentum_buffer")
@@ -237,6 +241,19 @@ class RuleStep:
             weights.append(weight if self.rule.joint(block) else block.matrix(weight))
             biases.append([row.reshape(-1) for row in rows])
         self.direction = Direction(weights, [pack(column) for column in zip(*biases, strict=True)])
+
+
+def shrink(pairs: Sequence[tuple[Any, Tensor]]) -> None:
+    """Multiply the weights of blocks by factors, one per group."""
+    weights, each = [], []
+    for block, factor in pairs:
+        weights.append(dtensor.local(block.weight).detach())
+        if block.groups > 1:  # one for each row of the matrix, in the layout of the weight
+            rows = factor[block.group_of_rows()]
+            factor = block.unmatrix(rows[:, None].expand(block.matrix(weights[-1]).shape))
+        each.append(factor)
+    if weights:
+        torch._foreach_mul_(weights, each)
 
 
 def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:

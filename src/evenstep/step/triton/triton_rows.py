@@ -191,7 +191,7 @@ def write_gradients(
 
 @triton.jit
 def row_sums(
-    lies, moving, scale, shift, vectors,
+    lies, moving, scale, shift, vectors, kept,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, PROJECT: tl.constexpr,
     EXTERNAL: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def row_sums(
         stretch += fresh * step * step
         if PROJECT:
             bend += fresh * alpha * u * step
-        w = tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
+        w = kept * tl.load(weight + c, mask=here, other=0.0).to(tl.float32)
         means += mu * w
         lengths += w * w * spread
     return tl.reduce((squares, along, stretch, means, lengths, bend), 0, all_sums)  # warps wait for each other once
@@ -253,6 +253,7 @@ def add_up(
             old = tl.load(pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row)
             _, direction = pushed(shift, old, MOMENTUM, NESTEROV)
     square = shift * shift
+    kept = tl.load(layer + spec.KEPT)
     at = sums + unit
     if PROJECT:
         kappa = 0.0
@@ -267,12 +268,12 @@ def add_up(
         tl.store(at + spec.BENT2 * units, bent2)
     if even:
         squares, along, stretch, means, lengths, bend = row_sums(
-            lies, moving, scale, shift, vectors,
+            lies, moving, scale, shift, vectors, kept,
             MOMENTUM, NESTEROV, PROJECT, EXTERNAL, True, BLOCK,
         )  # fmt: skip
     else:
         squares, along, stretch, means, lengths, bend = row_sums(
-            lies, moving, scale, shift, vectors,
+            lies, moving, scale, shift, vectors, kept,
             MOMENTUM, NESTEROV, PROJECT, EXTERNAL, False, HALF,
         )  # fmt: skip
     tl.store(at + spec.GRAD2 * units, square + squares)
@@ -323,7 +324,7 @@ def move(
     shift = tl.load(sums + spec.SHIFT * units + unit)
     gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
     ratio = tl.load(g + spec.RATIO)
-    left = 1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED)
+    left = tl.load(layer + spec.KEPT) * (1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED))
     if NESTEROV:
         if row == 0:  # UnitStep's squares have been averaged
             mass, decay = floats(tl.load(p + spec.SQUARE_MASS)), tl.load(g + spec.MEMORY)

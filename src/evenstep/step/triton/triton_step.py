@@ -19,7 +19,7 @@ from ...kernels.launch import HostTable, Launcher, on
 from ...math import guards
 from ...math.moments import accumulation_dtype
 from ...math.segments import Segments
-from ...rules.rule import Matrices
+from ...rules.rule import Matrices, shrink
 from ..block import Block, all_finite, gradient
 from . import table_spec as spec
 from .tables import FAST, SETTINGS, aligned, inner, padded, pieces, places_of, settings_table, shapes_table, whitened
@@ -286,6 +286,11 @@ class TritonStep:
         scale = alpha * self.layers[begin : begin + count, spec.BETA, None, None]
         scale = scale.view(count * groups, inputs)
         return scale if kernel == 1 else scale.repeat_interleave(kernel, 1)
+
+    def shrink(self, factors: Sequence[Tensor]) -> None:
+        """As `RuleStep.shrink`, but the kernels do it when weights move, unless they are in groups."""
+        self.layers[:, spec.KEPT].copy_(torch.cat([f if len(f) == 1 else f.new_ones(1) for f in factors]))
+        shrink([(block, f) for block, f in zip(self.blocks, factors, strict=True) if len(f) > 1])
 
     def take_matrices(self, found: Sequence[Matrices]) -> None:
         """Nothing: the kernels read the steps where the rule has written them."""
