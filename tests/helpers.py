@@ -242,6 +242,12 @@ def states(optimizer, model):
     }
 
 
+def mean_and_variance(layer):
+    """Those of the inputs that a layer's hook has added up."""
+    offset, var = batch_moments(layer.sums())
+    return layer.centre + offset, var
+
+
 def layer_statistics(optimizer):
     """What each layer has added up of its inputs since the last step, by its weight's name."""
     return {entry.name: layer for entry, layer in optimizer._statistics.layers.items()}
@@ -343,7 +349,7 @@ def assert_moments_agree(x, dim, see, limit=None):
     assert torch.equal(stage.slots, again.slots)
     exact = thinned(x, dim, limit).double().movedim(dim, -1).reshape(-1, x.shape[dim])
     assert stage.tally.tolist() == [2 * len(exact), 0, 2 * look.applied, 2 * x.shape[0]]
-    found_mean, found_var = batch_moments(stage.sums(), stage.centre)
+    found_mean, found_var = mean_and_variance(stage)
     assert_close(found_mean.double(), exact.mean(0), rtol=1e-6, atol=1e-5)
     scale = exact.var(0, correction=0)
     assert_close(found_var.double(), scale, rtol=1e-4, atol=1e-5 * float(scale.max().clamp(min=1e-3)))

@@ -9,8 +9,7 @@ from torch.testing import assert_close
 
 import evenstep
 from cases import OPTIMIZERS
-from evenstep.math.moments import batch_moments
-from helpers import assert_same, every_optimizer, layer_statistics, still, weights
+from helpers import assert_same, every_optimizer, layer_statistics, mean_and_variance, still, weights
 
 pytestmark = pytest.mark.gpu
 COMPILED = ["unitstep", "canonical", "whitened-muon"]  # test_compile.py compiles all on the CPU
@@ -157,7 +156,7 @@ def test_compiled_code_calls_the_moments_kernel_for_batches_of_any_size(mixed, l
         rounding = {"rtol": 0.02, "atol": 0.02} if mixed else {"rtol": 1e-4, "atol": 1e-4}
         for one, other in zip(*(layer_statistics(o).values() for o in optimizers), strict=True):
             assert_close(other.tally, one.tally)
-            found = (batch_moments(layer.sums(), layer.centre) for layer in (other, one))
+            found = (mean_and_variance(layer) for layer in (other, one))
             assert_close(*found, **rounding)
         for optimizer in optimizers:
             optimizer.step()

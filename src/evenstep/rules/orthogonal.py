@@ -52,6 +52,7 @@ class OrthogonalRule(Rule):
     def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
         """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
         for step in steps:
+            ok = None if ok is None else ok.to(step.device)
             lengths = dict(zip(map(id, step.blocks), self._lengths(step, ok), strict=True))
             found = step.matrices(ok)
             for layers in found:

@@ -66,7 +66,7 @@ class Rule:
     def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
         """Set the direction of each `RuleStep`. All blocks of the rule come at once; `ok` masks a step not to take."""
         for step in steps:
-            step.direction = self.direction(step, ok)
+            step.direction = self.direction(step, None if ok is None else ok.to(step.device))
 
     def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
         """The direction of the blocks of one step: the gradient, or its momentum where the groups ask for that."""

@@ -175,8 +175,9 @@ class CoordinateOptimizer(ModelOptimizer):
         finite = [flag for flag in flags if flag is not None]
         if not finite:
             return None
-        device = finite[0].device
-        ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
+        # a flag that the host knows is that of a step on a CPU, which cannot take a mask from elsewhere
+        device = finite[0].device if len(finite) == len(flags) else torch.device("cpu")
+        ok = torch.stack([f.to(device) for f in finite]).all() if len(flags) > 1 else finite[0]
         capturable = any(group["capturable"] for group in self.param_groups)
         if device.type == "cpu" and not (torch.compiler.is_compiling() or capturable):
             if ok:
