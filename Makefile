@@ -15,7 +15,7 @@ test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -n 2 -m slow $(PYTEST_ARGS)
 
 test-gpu: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -n 8 --dist worksteal -m gpu
 
 # the report in Chromium, which is not a Python package: apt-get install chromium
 test-browser: .venv/.installed-dev

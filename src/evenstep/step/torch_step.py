@@ -95,10 +95,10 @@ class TorchStep(RuleStep):
         self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
         self.owned = self.packed.alpha is not None and (scale is not None or len(weights) > 1)
 
-    def finite(self) -> Tensor | None:
-        """Whether all gradients are finite; None if the host knows that they are."""
+    def finite(self) -> Tensor:
+        """Whether all gradients are finite."""
         if self.on_host() and isfinite(self.unit_square().sum().item()):  # which many rules need anyway
-            return None
+            return torch.ones((), dtype=torch.bool)
         return all_finite([gradient(p) for p in self.parameters])
 
     def _batch(self) -> Batch:

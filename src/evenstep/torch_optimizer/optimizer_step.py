@@ -1,6 +1,6 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -167,17 +167,15 @@ class CoordinateOptimizer(ModelOptimizer):
         """What gradients are divided by to be those of a mean loss; None for 1."""
         return None
 
-    def _finite(self, flags: Sequence[Tensor | None]) -> Tensor | Literal[False] | None:
-        """Whether all flags hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
+    def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
+        """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
-        finite = [flag for flag in flags if flag is not None]
         if not finite:
             return None
-        # a flag that the host knows is that of a step on a CPU, which cannot take a mask from elsewhere
-        device = finite[0].device if len(finite) == len(flags) else torch.device("cpu")
-        ok = torch.stack([f.to(device) for f in finite]).all() if len(flags) > 1 else finite[0]
+        device = finite[0].device
+        ok = torch.stack([f.to(device) for f in finite]).all() if len(finite) > 1 else finite[0]
         capturable = any(group["capturable"] for group in self.param_groups)
         if device.type == "cpu" and not (torch.compiler.is_compiling() or capturable):
             if ok:
