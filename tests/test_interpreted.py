@@ -23,7 +23,7 @@ def said_by(*words, interpreted=True):
 
 @pytest.mark.parametrize("name", [name for name in BY_HAND | TORCH_RULES if name != "muon"])
 def test_steps_by_the_interpreter(name):
-    count = 20 if name == "orthogonal" else 10  # beside that, AdamW has steps
+    count = 14 if name == "orthogonal" else 7  # beside that, AdamW has steps
     assert said_by(INTERPRETER, "steps", name) == f"{count} steps of {name} agree"
 
 

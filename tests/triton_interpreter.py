@@ -68,9 +68,8 @@ def steps(name):
 
     triton_step.TritonStep.look = counted
     agree = helpers.assert_steps_agree
-    for poison in ((), (1,)):
-        torch.manual_seed(3)
-        agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=poison)
+    torch.manual_seed(3)
+    agree(name, helpers.Net(), "cpu", 1e-3, steps=3, poison=(1,))
     triton_step.LAUNCH["measure"] = 1, 16  # so that several programs share the embedding
     tables.LONG, tables.PIECE, tables.LEAST = 100, 24, 8
     for misaligned in (False, True):
