@@ -38,7 +38,7 @@ def rows_are_longer(units: int, columns: int) -> bool:
 
 
 def line_scales(square: Tensor) -> Tensor:
-    """What brings lines of these running mean squares, [batch, line], to one length (NorMuon); 0 for a matrix of zeros.
+    """What brings lines of these running mean squares, [batch, line], to one length (NorMuon); finite for zeros, too.
 
     A line whose square is below `LEAST` of the mean gets a shorter step: it may be rounding alone, as the gradient of a
     bias in front of a batch norm is.

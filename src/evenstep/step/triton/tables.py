@@ -14,9 +14,7 @@ from . import table_spec as spec
 LONG, FEW = 16384, 264  # columns of a row that one program would be long with, unless there are many rows
 PIECE, LEAST = 1024, 64  # columns of a piece of such a row, at most and at least
 ALIGNED = 16  # elements: what a rule sees begins at multiples of these
-FAST = (
-    8  # rows and columns of the matrices that a rule sees: numbers of 2 bytes in the 16 that matrix units read at once
-)
+FAST = 8  # rows and columns of a rule's matrices are multiples of this: 16 bytes of bfloat16, which GPUs multiply fast
 
 
 def whitened(block: Block) -> bool:
