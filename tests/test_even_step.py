@@ -32,10 +32,7 @@ class OrthogonalOnV(oracle.OnV):
 
     def __init__(self, model, *, plain_lr=3e-3, **keywords):
         super().__init__(model, **keywords)
-        self.plain_lr, self.constants, self.squares, self.adam = plain_lr, {}, {}, None
-        self.radii = [
-            [max(part.norm(), math.sqrt(len(part))) for part in self.parts(k, w)] for k, w in enumerate(self.w)
-        ]
+        self.plain_lr, self.constants, self.squares, self.radii, self.adam = plain_lr, {}, {}, {}, None
 
     def is_head(self, k):
         return k == len(self.layers) - 1
@@ -43,6 +40,18 @@ class OrthogonalOnV(oracle.OnV):
     def parts(self, k, weight):
         """The rows of each group."""
         return weight.detach().flatten(1).chunk(getattr(self.layers[k], "groups", 1))
+
+    def shrinks(self, k):
+        """What brings each group's weights and biases back into its ball; a bias counts relative to its input."""
+        weights, biases = self.parts(k, self.w[k]), [None] * getattr(self.layers[k], "groups", 1)
+        if self.carries[k]:
+            biases = self.parts(k, self.b[k].unsqueeze(1) / math.sqrt(1 + self.constants[k].mu.square().mean()))
+        norms = [
+            torch.cat([w, b], 1).norm() if b is not None else w.norm() for w, b in zip(weights, biases, strict=True)
+        ]
+        rows = [math.sqrt(len(w)) for w in weights]
+        radii = self.radii.setdefault(k, [max(*pair) for pair in zip(norms, rows, strict=True)])
+        return [min(1, radius / norm) for radius, norm in zip(radii, norms, strict=True)]
 
     def frame(self, k, x, y, g2):
         """Steps of plain size."""
@@ -63,10 +72,13 @@ class OrthogonalOnV(oracle.OnV):
         return [step[:, :columns].view_as(v[0]), *step[:, columns:].unbind(1)]
 
     def held(self, k, *args):
-        """Weights are brought back into their balls first."""
+        """Weights and biases are brought back into their balls first."""
         if not self.is_head(k):
-            pairs = zip(self.radii[k], self.parts(k, self.w[k]), strict=True)
-            self.w[k] = torch.cat([min(1, radius / p.norm()) * p for radius, p in pairs]).view_as(self.w[k])
+            shrinks = self.shrinks(k)
+            for params in (self.w, self.b):
+                if params[k] is not None:
+                    parts = params[k].chunk(len(shrinks))
+                    params[k] = torch.cat([shrink * p for shrink, p in zip(shrinks, parts, strict=True)])
         return super().held(k, *args)
 
     def adamw(self, grads):
@@ -92,17 +104,17 @@ class OrthogonalOnV(oracle.OnV):
             self.squares[k, g] = square
             even = factor / square.clamp(min=1e-3 * square.mean()).sqrt()
             scale = (c.alpha[g * channels : (g + 1) * channels] * c.beta[0]).repeat_interleave(kernel)
-            norm, radius = self.parts(k, self.w[k])[g].norm(), self.radii[k][g]
-            wanted = max(min(norm, radius), 0.1 * radius)
+            norm, shrink = self.parts(k, self.w[k])[g].norm(), self.shrinks(k)[g]
+            wanted = max(shrink * norm, 0.1 * self.radii[k][g])
             steps.append(-self.lr * wanted / (even[:, : len(scale)] * scale).norm() * even)
         return torch.cat(steps)
 
 
-def by_singular_values(matrix, steps=4):
-    """Newton–Schulz on each singular value by itself."""
+def by_singular_values(matrix, quintics=polar.MINIMAX):
+    """The iteration on each singular value by itself."""
     u, s, vh = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    for a, b, c in quintics:
+        s = a * s + b * s**3 + c * s**5
     return u @ torch.diag(s) @ vh
 
 
@@ -116,6 +128,7 @@ def test_a_step_is_its_documentation(guards, momentum):
     model = network()
     with torch.no_grad():
         model[0].weight *= 6  # longer than √units: its radius is its own norm
+        model[7].bias *= 9
     settings = SETTINGS | {"lr": 0.1, "momentum": momentum, **guards}
     batches = drifting(shock=1.0 if guards is UNGUARDED else 30.0)
     smallest = assert_follows(OrthogonalOnV(model, **settings), EvenStep(model, **settings), model, batches)
@@ -163,22 +176,25 @@ def test_unit_step_is_its_documentation(guards, momentum, eps):
     assert smallest == 1 if guards is UNGUARDED else smallest < 0.9
 
 
-def test_the_iteration_brings_singular_values_near_one():
-    values = torch.linalg.svdvals(polar.polar(torch.randn(3, 20, 30).double(), steps=4))
-    assert values.min() > 0.6 and values.max() < 1.3
+@pytest.mark.parametrize("quintics", [polar.MINIMAX, [polar.MUON] * 4])
+def test_the_iteration_brings_singular_values_near_one(quintics):
+    """Those above a hundredth of the matrix's norm."""
+    given = torch.logspace(-4, 0, 60).double()
+    found = polar.polar(torch.diag(given)[None], quintics)[0].diagonal()[given > 0.01 * given.norm()]
+    assert len(found) > 20 and found.min() > 0.6 and found.max() < 1.3
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])
 def test_the_iteration_is_one_on_singular_values(shape):
     x = torch.randn(2, *shape).double()
-    assert_close(polar.polar(x, 3), torch.stack([by_singular_values(one, 3) for one in x]))
+    assert_close(polar.polar(x), torch.stack([by_singular_values(one) for one in x]))
 
 
 @pytest.mark.parametrize("rows, columns", [(9, 16), (17, 33), (33, 17)])
 def test_zeros_that_align_matrices_change_no_direction(rows, columns):
     x = randn(2, rows, columns)
     larger = nn.functional.pad(x, (0, -columns % 8, 0, -rows % 8))
-    assert_close(polar.polar(larger, 4)[:, :rows, :columns], polar.polar(x, 4))
+    assert_close(polar.polar(larger)[:, :rows, :columns], polar.polar(x))
 
 
 @pytest.mark.parametrize("scale", [1, 0])

@@ -8,8 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import evenstep
-from cases import OPTIMIZERS
-from helpers import assert_same, every_optimizer, layer_statistics, mean_and_variance, still, weights
+from cases import OPTIMIZERS, WideEvenStep
+from evenstep.kernels import replay
+from helpers import assert_same, every_optimizer, layer_statistics, mean_and_variance, states, still, weights
 
 pytestmark = pytest.mark.gpu
 COMPILED = ["unitstep", "canonical", "whitened-muon"]  # test_compile.py compiles all on the CPU
@@ -179,3 +180,64 @@ def test_a_compiled_step_on_the_device_is_an_eager_one(case):
         compiled(x).square().mean().backward()
         step()
     assert_same(eager, compiled, rtol=5e-3, atol=5e-4)
+
+
+def offload(model, optimizer):
+    """Bring state to the CPU and back, so that it lies elsewhere."""
+    for state in optimizer.state.values():
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                state[name] = value.cpu().cuda()
+
+
+def move_weights(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def change_lr(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.003
+
+
+def reload(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def freeze(model, optimizer):
+    model[3].weight.requires_grad_(False)
+
+
+def spoil(model, optimizer):
+    """A NaN in the gradients of the step to come."""
+    model[0].weight.register_post_accumulate_grad_hook(spoil_once(model))
+
+
+def spoil_once(model):
+    done = []
+
+    def hook(p):
+        if not done:
+            p.grad[0, 0] = torch.nan
+            done.append(True)
+
+    return hook
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("change", [None, offload, move_weights, change_lr, reload, freeze, spoil])
+def test_replayed_steps_are_eager_ones_whatever_changes_between_them(change, monkeypatch):
+    """EvenStep's directions are recorded after a few steps, and replayed."""
+    eager = network()
+    replayed, xs = copy.deepcopy(eager), batches(16)
+    one, two = WideEvenStep(eager, lr=0.01), WideEvenStep(replayed, lr=0.01)
+    for model, optimizer, warm_up in ((eager, one, 10**6), (replayed, two, 3)):
+        monkeypatch.setattr(replay, "WARM_UP", warm_up)
+        train(model, optimizer, xs[:7])
+        if change is not None:
+            change(model, optimizer)
+        train(model, optimizer, xs[7:])
+    assert one._plan.replay.graph is None and two._plan.replay.graph is not None
+    assert one.nonfinite_steps == two.nonfinite_steps == int(change is spoil)
+    assert_same(replayed, eager, rtol=1e-4, atol=1e-5)
+    for name, value in states(two, replayed).items():
+        assert_close(value, states(one, eager)[name], rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

@@ -67,7 +67,7 @@ for flag in (True, False):
     built("commit")
     for other in (True, False):
         for external in sorted({False, not flag}):
-            built("measure", UNIT_SCALE=flag, EXTERNAL=external, LINEAR=not flag, GUARD=other, PROJECT=other)
+            built("measure", UNIT_SCALE=flag, OWN_RATE=external, LINEAR=not flag, GUARD=other, PROJECT=other)
             kinds = {"KIND": "bfloat16" if flag != external else "float32", "RULE_KIND": "bfloat16"}
             if external:
                 built("write_gradients", MEMORY=0.9 if other else -1.0, PROJECT=other, **kinds)

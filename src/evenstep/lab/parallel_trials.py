@@ -5,14 +5,15 @@ leaves most of the GPU idle. A graph launches the whole chain at once, and graph
 the same code runs the trials one after the other, eagerly, with the same arithmetic.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from ..kernels.replay import without_garbage_collection
 
 WARM_UP = 3  # eager calls before capture: optimizer state is created, libraries choose their algorithms
 AT_ONCE = {"cuda": 24}  # trials side by side, by device type; one elsewhere
@@ -55,25 +56,13 @@ class _Graph:
             # thread_local: a progress bar's or a heartbeat's thread must not invalidate the capture
             stream = torch.cuda.current_stream()
             with (
-                _without_garbage_collection(),
+                without_garbage_collection(),
                 torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.step(self.x, self.y)
         if self.calls >= WARM_UP:
             self.graph.replay()  # capture records the step without running it
         self.calls += 1
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """No cyclic garbage is freed in here: freeing another trial's graph would invalidate a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def round_robin(works: Iterable[Work[T]], device: torch.device | str, at_once: int | None = None) -> Iterator[T]:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import foreach
 from ..coordinates.coordinates import Field, Schema
-from ..math import polar
+from ..kernels.lanes import lanes
+from ..math.polar import MINIMAX, Quintic, line_scales, polar, rows_are_longer
 from ..parallel import dtensor
-from .rule import Matrices, Rule, put, unpack
+from .rule import Matrices, Rule, unpack
 
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
 
@@ -24,18 +26,20 @@ class OrthogonalRule(Rule):
     same way. The polar factor has equal singular values instead. A layer is one matrix [unit, inputs · kernel], with
     the bias as a column; a layer in groups is one matrix per group.
 
-    A step is lr times as long as the matrix of weights, so that one lr serves layers of any size. The matrix stays in
-    a ball, whose radius is its norm before the first step, at least √units: rows of length 1. A matrix that is shorter
-    than `least` times the radius, as one that starts at zero, takes the steps of one of that length. `steps` are those
-    of the Newton–Schulz iteration.
+    A step is lr times as long as the matrix of weights, so that one lr serves layers of any size. Weights and biases
+    stay in a ball, whose radius is their norm before the first step, at least √units: rows of length 1. A bias counts
+    as the weight of the constant input, relative to its size. Without that biases drift: the inputs of the next layer
+    grow with them, and so do the steps of its biases. A matrix that is shorter than `least` times the radius, as one
+    that starts at zero, takes the steps of one of that length.
     """
 
-    steps: int = 4
+    quintics: Sequence[Quintic] = MINIMAX
     least: float = 0.1
     narrow: bool = True  # multiply in bfloat16 on GPUs, which is many times as fast there
 
-    own_rate = True
+    external = True
     matrices = True
+    replays = True
 
     def joint(self, block: Any) -> bool:
         """A layer is one matrix."""
@@ -50,14 +54,19 @@ class OrthogonalRule(Rule):
         }
 
     def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
-        """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
+        """Turn the gradients of all layers into directions; layers of one shape are multiplied in one batch."""
         for step in steps:
             ok = None if ok is None else ok.to(step.device)
             lengths = dict(zip(map(id, step.blocks), self._lengths(step, ok), strict=True))
             found = step.matrices(ok)
-            for layers in found:
-                states = [step.state[block.weight] for block in layers.blocks]
-                self._orthogonalize(layers, torch.cat([lengths[id(block)] for block in layers.blocks]), states, ok)
+            with lanes(step.device) as lane:
+                for k, layers in enumerate(found):
+                    with lane(k):
+                        x = layers.x
+                        narrow = self.narrow and x.is_cuda and x.dtype != torch.float64
+                        factor = polar(x.bfloat16() if narrow else x, self.quintics)
+                        own = torch.cat([lengths[id(block)] for block in layers.blocks])
+                        write_direction(layers, factor, own, step.state, ok)
             step.take_matrices(found)
 
     def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
@@ -66,67 +75,85 @@ class OrthogonalRule(Rule):
         This is done before a step rather than after it, so that nothing but the step itself follows the guards.
         """
         blocks, radii = step.blocks, [step.state[block.weight]["radius"] for block in step.blocks]
-        norms = matrix_norms(blocks)
-        first = torch._foreach_clamp_min(norms, [(block.units / block.groups) ** 0.5 for block in blocks])
-        norm, radius = torch.cat(norms), torch.cat(radii)
-        radius = torch.where(radius > 0, radius, torch.cat(first))
-        put(radii, unpack(radius, radii), ok)
+        weights, biases = norms(blocks)
+        norm = torch.hypot(weights, biases / per_group(step.constant_sizes(), blocks))
+        rows = [(block.units / block.groups) ** 0.5 for block in blocks]
+        first = torch.cat(torch._foreach_clamp_min(list(unpack(norm, radii)), rows))
+        kept = torch.cat(radii)
+        radius = torch.where(kept > 0, kept, first)
+        foreach.copy_(radii, unpack(radius if ok is None else torch.where(ok, radius, kept), radii))
         shrink = (radius / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
         shrink = shrink if ok is None else torch.where(ok, shrink, 1)
         step.shrink(unpack(shrink, radii))
-        return unpack((norm * shrink).maximum(self.least * radius), radii)
-
-    def _orthogonalize(self, layers: Matrices, lengths: Tensor, states: Sequence[Any], ok: Tensor | None) -> None:
-        """Write the steps of layers that are alike over their momentum; `lengths` are those of the steps at lr 1."""
-        x, block = layers.x, layers.blocks[0]
-        groups, biases, rows = block.groups, len(block.biases), block.units // block.groups
-        weights = block.weight.numel() // block.units
-        tall, wide = polar.rows_are_longer(rows, weights + biases), lengths.dtype
-        factor = polar.polar(x.bfloat16() if self.narrow and x.is_cuda and x.dtype != torch.float64 else x, self.steps)
-        square = factor * factor
-        sums = square.sum(-1 if tall else -2, dtype=wide)[:, : rows if tall else weights + biases]
-        fresh = (sums / (weights + biases if tall else rows)).view(len(states), -1)
-        squares = [state["line_square"] for state in states]
-        means = torch._foreach_lerp(squares, list(fresh.unbind()), 1 - MEMORY)
-        put(squares, means, ok)
-        even = polar.line_scales(torch.cat([mean.view(groups, -1) for mean in means]))
-        # the length of the step on weights, biases left out: a layer without bias moves a little less along its mean
-        if not tall:
-            moved = sums[:, :weights] if layers.scale is None else sums[:, :weights] * layers.scale.square()
-        elif layers.scale is None:
-            moved = square[:, :rows, :weights].sum(-1, dtype=wide)
-        else:
-            by_column = layers.scale.square().to(square.dtype).unsqueeze(-1)
-            moved = (square[:, :rows, :weights] @ by_column).squeeze(-1).to(wide)
-        length = (moved * even[:, : moved.shape[1]].square()).sum(-1).sqrt()
-        even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
-        (rate, *_), group = block.rates(), block.group
-        alike = all(g is group for b in layers.blocks for g in b.param_groups)
-        even = F.pad(even * -rate if alike else even, (0, factor.shape[-2 if tall else -1] - even.shape[1]))
-        # in one dtype, which GPUs read several numbers at a time
-        torch.mul(factor, even.to(x.dtype).unsqueeze(-1 if tall else -2), out=x)
-        if alike:
-            return
-        for b, matrix in zip(layers.blocks, torch.split(x, groups), strict=True):
-            rate, *of_biases = b.rates()
-            matrix[..., :weights].mul_(-rate)
-            for k, of_bias in enumerate(of_biases, weights):
-                matrix[..., k].mul_(-of_bias)
+        return unpack((weights * shrink).maximum(self.least * radius), radii)
 
 
-def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
-    """The norm of each matrix of weights: [group] for each block, over all ranks."""
-    whole = {id(b): b.weight.detach() for b in blocks if b.groups == 1 and not dtensor.sharded(b.weight)}
-    weights = list(whole.values())
+def write_direction(layers: Matrices, factor: Tensor, lengths: Tensor, state: Any, ok: Tensor | None) -> None:
+    """Write the directions of layers that are alike over their momentum: the polar factor, its lines evened out.
+
+    `lengths` are those of steps at lr 1, biases left out: a layer without bias moves a little less along its mean.
+    """
+    block, kept = layers.blocks[0], [state[b.weight]["line_square"] for b in layers.blocks]
+    rows, weights = block.units // block.groups, block.weight.numel() // block.units
+    columns = weights + len(block.biases)
+    tall = rows_are_longer(rows, columns)
+    lines, others = (rows, columns) if tall else (columns, rows)
+    sums, moved = line_sums(factor, weights, layers.scale, lengths.dtype, tall=tall)
+    old = torch.cat(kept).view(-1, lines)
+    mean = torch.lerp(old, sums[:, :lines] / others, 1 - MEMORY)
+    foreach.copy_(kept, unpack((mean if ok is None else torch.where(ok, mean, old)).view(-1), kept))
+    even = line_scales(mean)
+    length = (moved[:, :lines] * even[:, : moved.shape[1]].square()).sum(-1).sqrt()
+    even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
+    even = F.pad(even, (0, factor.shape[-2 if tall else -1] - lines))
+    # in one dtype, which GPUs read several numbers at a time
+    torch.mul(factor, even.to(layers.x.dtype).unsqueeze(-1 if tall else -2), out=layers.x)
+
+
+def line_sums(
+    factor: Tensor, weights: int, scale: Tensor | None, dtype: torch.dtype, *, tall: bool
+) -> tuple[Tensor, Tensor]:
+    """Σ f² of each line, a row if `tall`, else a column; and Σ (s f)² of its weights, for columns that move w by s."""
+    square = factor * factor
+    if not tall:
+        sums = square.sum(-2, dtype=dtype)
+        moved = sums[:, :weights]
+        return sums, moved if scale is None else moved * scale.square()
+    if scale is None:
+        return square.sum(-1, dtype=dtype), square[..., :weights].sum(-1, dtype=dtype)
+    by = F.pad(scale.square(), (0, factor.shape[-1] - weights))
+    return tuple((square @ torch.stack([torch.ones_like(by), by], -1).to(square.dtype)).to(dtype).unbind(-1))  # type: ignore[return-value]
+
+
+def norms(blocks: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The norms of each matrix's weights, and of its biases: one per group of each block, over all ranks."""
     wide = torch.promote_types(blocks[0].weight.dtype, torch.float32)
-    norms = dict(zip(whole, torch._foreach_norm(weights, 2, wide) if weights else [], strict=True))
-    found = []
+    whole = [p for b in blocks if b.groups == 1 and not b.sharded for p in b.parameters]
+    found = torch._foreach_norm([p.detach() for p in whole], 2, wide) if whole else []
+    known = dict(zip(map(id, whole), found, strict=True))
+    weights, biases = list[Tensor](), list[Tensor]()
+    none = torch.zeros(1, dtype=wide, device=blocks[0].weight.device)
     for block in blocks:
-        weight = block.local(block.weight).detach()
-        if id(block) in norms:
-            found.append(norms[id(block)].view(1))
+        if id(block.weight) in known:
+            weights.append(known[id(block.weight)].view(1))
+            few = [known[id(b)] for b in block.biases]
+            biases.append(few[0].view(1) if len(few) == 1 else torch.stack(few).norm().view(1) if few else none)
             continue
-        squares = torch.linalg.vector_norm(block.matrix(weight), dim=1, dtype=wide).square()
-        sums = squares.new_zeros(block.groups).index_add_(0, block.group_of_rows(), squares)
-        found.append(dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt())
-    return found
+        of_rows = torch.linalg.vector_norm(block.matrix(block.local(block.weight).detach()), dim=1, dtype=wide)
+        weights.append(over_groups(block, of_rows.square()))
+        few = [block.local(b).detach().to(wide).square() for b in block.biases]
+        biases.append(over_groups(block, torch.stack(few).sum(0)) if few else none.expand(block.groups))
+    return torch.cat(weights), torch.cat(biases)
+
+
+def over_groups(block: Any, of_rows: Tensor) -> Tensor:
+    """The root of the sum over each group's rows, on all ranks."""
+    sums = of_rows.new_zeros(block.groups).index_add_(0, block.group_of_rows(), of_rows)
+    return dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt()
+
+
+def per_group(of_blocks: Tensor, blocks: Sequence[Any]) -> Tensor:
+    """A number per block, repeated for each of its groups."""
+    if all(block.groups == 1 for block in blocks):
+        return of_blocks
+    return torch.cat([number.expand(b.groups) for number, b in zip(of_blocks.unbind(), blocks, strict=True)])

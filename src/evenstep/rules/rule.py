@@ -47,6 +47,8 @@ class Rule:
 
     linear = False  # linear in the gradient: feels β, and commutes with loss scaling
     own_rate = False  # whether directions have their stepsize and sign already
+    external = False  # whether kernels may hand it the gradients on v, and take back its directions
+    replays = False  # whether its work on a GPU can be recorded, and replayed in later steps
     matrices = False  # whether it turns the momentum of layers, as matrices, into steps
     narrow = False  # whether it wants those in bfloat16 on a GPU
     fused: Sequence[str] | None = None  # flags of the kernels that make its directions; None: torch operations do
@@ -182,6 +184,10 @@ class RuleStep:
         """How far each column of the blocks' matrices moves weights, [group, column] without biases (None: 1)."""
         return [None] * len(self.blocks)
 
+    def constant_sizes(self) -> Tensor:
+        """How large the constant input is, whose weight is the bias, one number per block."""
+        return self.one.expand(len(self.blocks))
+
     def shrink(self, factors: Sequence[Tensor]) -> None:
         """Multiply the weights of each block by a factor per group."""
         shrink([*zip(self.blocks, factors, strict=True)])
@@ -247,6 +253,9 @@ def shrink(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     """Multiply the weights of blocks by factors, one per group."""
     weights, each = [], []
     for block, factor in pairs:
+        for b in block.biases:
+            weights.append(dtensor.local(b).detach())
+            each.append(factor[block.group_of_rows()])
         weights.append(dtensor.local(block.weight).detach())
         if block.groups > 1:  # one for each row of the matrix, in the layout of the weight
             rows = factor[block.group_of_rows()]

@@ -56,11 +56,15 @@ class Proxy(NamedTuple):
 class TorchRule(Rule):
     """A torch rule on v, and a second one for parameters outside layers, where that is to be another."""
 
-    own_rate = True
+    external = True
 
     def __init__(self, base: TorchClass, plain: TorchClass, *, own_options: bool = False) -> None:
-        """`plain` may be `base`. With `own_options` groups say nothing to it: it keeps the options it was made with."""
+        """`plain` may be `base`. With `own_options` groups say nothing to it: it keeps the options it was made with.
+
+        Such a rule makes directions, steps at lr 1, to which the optimizer applies the groups' lr; others get lr.
+        """
         self.base, self.plain, self.own_options = base, plain, own_options
+        self.own_rate, self.replays = not own_options, own_options
 
     def joint(self, block: Any) -> bool:
         """A layer, if its weight trains and its group asks for it."""
@@ -101,7 +105,7 @@ class TorchRule(Rule):
             plain = 1.0 if rule is self.base or block.uses_plain_lr else plain_share(group)
             whole = dtensor.sharded(p) and not rule.elementwise
             q = stand_in(dtensor.gathered(p, q.grad)) if whole else q
-            found.append(Proxy(p, q, group, lr * share * plain, rule, whole))
+            found.append(Proxy(p, q, group, lr * share * plain if self.own_rate else 1.0, rule, whole))
         return found
 
     def _run(self, rule: TorchClass, proxies: Sequence[Proxy], state: Any) -> None:
@@ -118,7 +122,7 @@ class TorchRule(Rule):
             torchs.state[proxy.q] = mine
             key = id(proxy.group), plain_rate(proxy.lr), proxy.q.is_cuda
             if key not in groups:
-                groups[key] = proxy.group, options_of(proxy, own_options)
+                groups[key] = proxy.group, options_of(proxy, own_options, ascend=not self.own_rate)
             groups[key][1]["params"].append(proxy.q)
             if groups[key][1].get("fused") and "step" in mine:
                 mine["step"] = mine["step"].to(proxy.q.device)
@@ -141,20 +145,22 @@ class TorchRule(Rule):
 OURS = {"maximize": False, "weight_decay": 0}  # options that no rule gets: the optimizer itself sees to signs and decay
 
 
-def options_of(proxy: Proxy, own_options: bool) -> dict[str, Any]:
+def options_of(proxy: Proxy, own_options: bool, ascend: bool) -> dict[str, Any]:
     """A group of the rule's for proxies like this one: its options come from the proxy's group.
 
     With `own_options` that says nothing but that the step is captured. Capture is a matter of the device, and torch's
-    rules know it on a GPU alone, where the fused rule is several times as fast.
+    rules know it on a GPU alone, where the fused rule is several times as fast. To `ascend` is to leave the direction
+    of descent, instead of a step, in the proxy.
     """
     defaults = proxy.rule.instance.defaults
     theirs = {k: v for k, v in proxy.group.items() if k not in ("params", "param_names")}
     if own_options:
-        theirs = {"capturable": True} if theirs.get("capturable") and "capturable" in defaults else {}
-        if proxy.rule.name in ("Adam", "AdamW") and defaults["foreach"] is None and defaults["fused"] is None:
+        fused = proxy.rule.name in ("Adam", "AdamW") and defaults["foreach"] is None and defaults["fused"] is None
+        captured = (fused or theirs.get("capturable")) and "capturable" in defaults
+        theirs = {"capturable": True} if captured and proxy.q.is_cuda else {}
+        if fused and proxy.q.is_cuda:
             theirs["fused"] = True
-        theirs = theirs if proxy.q.is_cuda else {}
-    return {**defaults, **theirs, **OURS, "lr": plain_rate(proxy.lr), "params": []}
+    return {**defaults, **theirs, **OURS, "maximize": ascend, "lr": plain_rate(proxy.lr), "params": []}
 
 
 def remembered(proxy: Proxy, state: dict[str, Any], foreign: Set[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.replay import Replay
 from ..model.survey import home
 from ..parallel import dtensor
 from ..rules.rule import Rule
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     sizes: list[int]  # how much state each parameter of the optimizer had
     homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
     frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory: kernels read them
+    replay: Replay | None  # of the rules' work, where it can be replayed
 
     def current(self, signature: list[Any]) -> bool:
         """Whether the plan still holds."""
@@ -56,7 +58,20 @@ def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) 
     homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
     frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
     steps = group(blocks, state, compiled)
-    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
+    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen, replay_of(steps))
+
+
+def replay_of(steps: Sequence[Step]) -> Replay | None:
+    """How to replay the work of all rules, if that can be done; users capture `capturable` steps themselves."""
+    outside = [step for step in steps if isinstance(step, TritonStep) and step.needs_direction and step.rule.replays]
+    captured = any(block.group["capturable"] for step in steps for block in step.blocks)
+    others = sum(step.needs_direction for step in steps) > len(outside)
+    devices = {step.device for step in steps}
+    if not outside or others or captured or len(devices) > 1 or steps[0].device.type != "cuda":
+        return None
+    for step in outside:
+        step.replayed = True
+    return Replay(steps[0].device)
 
 
 def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:

@@ -157,6 +157,12 @@ class TorchStep(RuleStep):
         parts = zip(self.blocks, columns, self.scales, strict=True)
         return [part.view(b.groups, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
 
+    def constant_sizes(self) -> Tensor:
+        """√(1 + mean μ²) of each block."""
+        if self.packed.constant is None or self.packed.beta is None:
+            return super().constant_sizes()
+        return self.packed.constant * self.packed.beta
+
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per output as [unit] of each block: the rows this rank has."""
         parts = zip(self.blocks, torch.split_with_sizes(flat, self.layers.outputs.sizes), strict=True)
@@ -169,6 +175,10 @@ class TorchStep(RuleStep):
         beta = scales.beta
         beta = pack(self._own_outputs(beta)) if self.coordinates.beta_per_output else self.units.widen(beta)
         return beta if scales.constant is None else beta * self.units.widen(scales.constant)
+
+    def held_addresses(self) -> list[int]:
+        """None: this step is not replayed."""
+        return []
 
     # the step
 

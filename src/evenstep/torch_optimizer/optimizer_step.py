@@ -160,8 +160,15 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Let each rule turn the gradients on v of all its blocks into directions."""
-        for rule, steps in plan.steps_of():
-            rule.direct([step for step in steps if step.needs_direction], ok)
+
+        def work(mask: Tensor | None) -> None:
+            for rule, steps in plan.steps_of():
+                rule.direct([step for step in steps if step.needs_direction], mask)
+
+        if plan.replay is None or self._world > 1:  # ranks may exchange something
+            work(ok)
+        else:
+            plan.replay([address for step in plan.steps for address in step.held_addresses()], ok, work)
 
     def _divisor(self) -> Tensor | None:
         """What gradients are divided by to be those of a mean loss; None for 1."""

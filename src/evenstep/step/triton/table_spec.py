@@ -60,7 +60,7 @@ VECTORS = 4
 # rows of `batch`: one number per input
 FIRST, SECOND = range(2)
 # columns of `layers`, which has one row per block
-BETA, SHARE, USABLE, RAISED, CONSTANT, KEPT = range(6)  # KEPT: what the weights are multiplied by before the step
+BETA, SHARE, USABLE, RAISED, CONSTANT, KEPT = range(6)  # KEPT: what parameters are multiplied by before the step
 LAYERS = 6
 # rows of `sums`: one number per unit; the last three for layers without bias
 GRAD2, ALONG, STRETCH, BENT2, MEAN, LENGTH2, DIRECTION, SHIFT, KAPPA, NORM2 = range(10)

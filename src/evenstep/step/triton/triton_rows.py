@@ -254,6 +254,8 @@ def add_up(
             _, direction = pushed(shift, old, MOMENTUM, NESTEROV)
     square = shift * shift
     kept = tl.load(layer + spec.KEPT)
+    if (flags & spec.BIASED) != 0:  # not a frozen one
+        level *= kept
     at = sums + unit
     if PROJECT:
         kappa = 0.0
@@ -323,15 +325,15 @@ def move(
     flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND, RULE_KIND)
     shift = tl.load(sums + spec.SHIFT * units + unit)
     gain, back = tl.load(motion + spec.GAIN * units + unit), tl.load(motion + spec.BACK * units + unit)
-    ratio = tl.load(g + spec.RATIO)
-    left = tl.load(layer + spec.KEPT) * (1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED))
+    ratio, kept = tl.load(g + spec.RATIO), tl.load(layer + spec.KEPT)
+    left = kept * (1 - tl.load(g + spec.RATE) * ratio * tl.load(g + spec.DECAYED))
     if NESTEROV:
         if row == 0:  # UnitStep's squares have been averaged
             mass, decay = floats(tl.load(p + spec.SQUARE_MASS)), tl.load(g + spec.MEMORY)
             tl.store(mass, decay * tl.load(mass) + (1 - decay))
     if (flags & spec.BIASED) != 0:
         at = pointer(tl.load(p + spec.LEVEL), KIND) + row
-        left_bias = 1 - tl.load(g + spec.BIAS_RATE) * ratio * tl.load(g + spec.BIAS_DECAYED)
+        left_bias = kept * (1 - tl.load(g + spec.BIAS_RATE) * ratio * tl.load(g + spec.BIAS_DECAYED))
         tl.store(at, tl.load(at).to(tl.float32) * left_bias + tl.load(motion + spec.BIAS_STEP * units + unit))
         if MOMENTUM > 0:
             at = pointer(tl.load(p + spec.BIAS_BUFFER), KIND) + row

@@ -37,7 +37,7 @@ def serves(block: Block, state: Any) -> bool:
     if not runs_on(weight) or group["foreach"] is False or group.get("reduction") == "sum":
         return False
     known = "fused" in vars(type(block.coordinates))  # not coordinates derived from known ones
-    if not known or block.alone or (rule.fused is None and not rule.own_rate):
+    if not known or block.alone or (rule.fused is None and not rule.external):
         return False
     biases = [*block.biases, *block.frozen]
     if len(biases) > 1 or not weight.numel() or any(type(t) not in (Tensor, nn.Parameter) for t in (weight, *biases)):
@@ -96,6 +96,8 @@ class TritonStep:
         self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.captured = False  # whether a CUDA graph holds its addresses
+        self.replayed = False  # whether the rule's work is replayed, so that its buffers must stay where they are
+        self.for_rule: Tensor | None = None
         self.places, self.rule_size = places_of(blocks)
         shapes, self.width, self.total = shapes_table(blocks, self.places)
         self.bases = [row[spec.BASE] for row in shapes]
@@ -125,6 +127,7 @@ class TritonStep:
             "MEMORY": float(self.group["momentum"]) if self.rule.matrices else -1.0,
             "LINEAR": self.rule.linear,
             "EXTERNAL": self.needs_direction,
+            "OWN_RATE": self.rule.own_rate,
             "GUARD": bool(self.stages) and any(guards.bounds_steps(b.group) for b in self.blocks),
             "PROJECT": any(whitened(b) and not b.biases for b in self.blocks),
             "KIND": KINDS[self.blocks[0].weight.dtype],
@@ -150,19 +153,20 @@ class TritonStep:
     def _release(self) -> None:
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.temporaries: list[Tensor] = []
-        self.for_rule: Tensor | None = None
         self.step_views: list[list[Tensor]] = []
+        if not self.replayed:
+            self.for_rule = None
 
     # launches
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates, and sum over the rows, unless the rule makes the steps in torch operations."""
-        if self.needs_direction:  # a rule of matrices makes the steps where it finds the gradients
+        if self.needs_direction and self.for_rule is None:  # a rule of matrices makes steps where it finds gradients
             size = self.rule_size * (1 if self.rule.matrices else 2)
             self.for_rule = torch.zeros(size, dtype=self.rule_dtype, device=self.device)
         with on(self.device):
             self.captured |= torch.cuda.is_current_stream_capturing()
-            rows = [self._addresses(k, block) for k, block in enumerate(self.blocks)]
+            rows = [self._address_row(k, block) for k, block in enumerate(self.blocks)]
             self.addresses.send(rows, lambda: rows)
             self.table = self._settings()
         self._launch("frame", self.vectors, self.batch, self.layers, self.width, len(self.blocks))
@@ -211,7 +215,7 @@ class TritonStep:
 
     # tables
 
-    def _addresses(self, k: int, block: Block) -> list[int]:
+    def _address_row(self, k: int, block: Block) -> list[int]:
         """A row of the table of addresses."""
         stage, mine, row = block.statistics, self.state[block.weight], [0] * spec.ADDRESSES
         columns = ((spec.GRAD, spec.BUFFER), (spec.BIAS_GRAD, spec.BIAS_BUFFER))
@@ -238,6 +242,13 @@ class TritonStep:
             if self.rule.matrices:
                 row[spec.MEMORY_OF_RULE] = mine["momentum_buffer"].data_ptr()
         return row
+
+    def held_addresses(self) -> list[int]:
+        """The addresses that a recording of the rule's work holds."""
+        tensors = [self.table] if self.for_rule is None else [self.table, self.for_rule]
+        for p in (p for block in self.blocks for p in block.parameters):
+            tensors += [p, *(value for value in self.state[p].values() if isinstance(value, Tensor))]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def _buffer(self, p: Tensor) -> Tensor:
         """The momentum buffer of `p`, in the memory format of `p`."""
@@ -287,8 +298,12 @@ class TritonStep:
         scale = scale.view(count * groups, inputs)
         return scale if kernel == 1 else scale.repeat_interleave(kernel, 1)
 
+    def constant_sizes(self) -> Tensor:
+        """√(1 + mean μ²) of each block, 1 where it has no moments."""
+        return self.layers[:, spec.CONSTANT] * self.layers[:, spec.BETA]
+
     def shrink(self, factors: Sequence[Tensor]) -> None:
-        """As `RuleStep.shrink`, but the kernels do it when weights move, unless they are in groups."""
+        """As `RuleStep.shrink`, but the kernels do it when they move parameters, unless those are in groups."""
         self.layers[:, spec.KEPT].copy_(torch.cat([f if len(f) == 1 else f.new_ones(1) for f in factors]))
         shrink([(block, f) for block, f in zip(self.blocks, factors, strict=True) if len(f) > 1])
 
@@ -300,6 +315,7 @@ class TritonStep:
         self._along_rows("write_gradients", ok)
         assert self.for_rule is not None
         gradients, steps = self.for_rule.view(2, -1)
+        steps.zero_()
         found: list[list[nn.Parameter]] = []
         for block, (start, bias, row, _) in zip(self.blocks, self.places, strict=True):
             lying = [(at, p.shape, p.stride()) for at, p in zip((start, bias), block.parameters, strict=False)]

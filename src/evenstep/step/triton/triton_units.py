@@ -43,7 +43,7 @@ def measure_pieces(
 @triton.jit(do_not_specialize=SIZES)
 def measure(
     addresses, shapes, settings, layers, sums, motion, last, fired, ok, units, blocks, floor, one,
-    UNIT_SCALE: tl.constexpr, EXTERNAL: tl.constexpr, LINEAR: tl.constexpr, GUARD: tl.constexpr, PROJECT: tl.constexpr,
+    UNIT_SCALE: tl.constexpr, OWN_RATE: tl.constexpr, LINEAR: tl.constexpr, GUARD: tl.constexpr, PROJECT: tl.constexpr,
     BLOCK: tl.constexpr, VERSION: tl.constexpr,
 ):  # fmt: skip
     block, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -52,7 +52,7 @@ def measure(
     good = tl.load(ok) != 0
     ratio = tl.load(g + spec.RATIO)
     rate, bias_rate = tl.load(g + spec.RATE) * ratio, tl.load(g + spec.BIAS_RATE) * ratio
-    if EXTERNAL:  # the rule has its own, and has made steps of directions
+    if OWN_RATE:  # the rule has made steps of directions
         rate, bias_rate = -1.0, -1.0
     beta = tl.load(layers + block * spec.LAYERS + spec.BETA)
     radius, damping = tl.load(g + spec.RADIUS), tl.load(g + spec.UNIT_DAMPING)
