@@ -21,6 +21,7 @@ from evenstep.coordinates.plain_size import PlainSize
 from evenstep.even_step import EvenStep
 from evenstep.math.change_of_variables import Scales
 from evenstep.math.constants import plain_size
+from evenstep.math.polar import MUON
 from evenstep.rules.orthogonal import OrthogonalRule
 
 RIVALS = Path(__file__).parents[2] / ".rivals"
@@ -226,15 +227,15 @@ METHODS: dict[str, Method] = {
     "evenstep": ours(EvenStep),
     "unitstep": ours(evenstep.UnitStep),
     # variants for research
-    "own-normuon": variant(0, 0, OwnNorMuon(steps=5), trust=None),
+    "own-normuon": variant(0, 0, OwnNorMuon(quintics=(MUON,) * 5), trust=None),
     "half": variant(0.5, 0),
     "plain": variant(0, 0),
     "centred": variant(0, 1),
     "no-radius": variant(rule=OwnNorMuon()),
     "least-03": variant(rule=OrthogonalRule(least=0.3)),
     "least-1": variant(rule=OrthogonalRule(least=1.0)),  # steps relative to the radius
-    "five": variant(rule=OrthogonalRule(steps=5)),
-    "three": variant(rule=OrthogonalRule(steps=3)),
+    "five": variant(rule=OrthogonalRule(quintics=(MUON,) * 5)),  # instead of three minimax quintics
+    "four": variant(rule=OrthogonalRule(quintics=(MUON,) * 4)),
     # torch's
     "adamw": Method(lambda model, lr, options: [adamw(model.parameters(), lr, **options)], 3e-3),
     "sgd": Method(lambda model, lr, options: [Scaled(torch.optim.SGD, list(model.parameters()), lr, **options)], 0.1),
