@@ -38,7 +38,7 @@ class EvenStep(WithMoments):
     rule = OrthogonalRule()
     _copied = "_rest", "_torch_rules"
     _direct = _disable_dynamo(CoordinateOptimizer._direct)  # compilers do not make parameters, as the stand-ins are
-    lr: float | Tensor = 0.02
+    lr: float | Tensor = 0.025
     _: KW_ONLY
     momentum: float = 0.9
     decay: float = 0.99
