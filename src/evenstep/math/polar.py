@@ -1,11 +1,12 @@
 """Orthogonal factors of matrices, many at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 Quintic = tuple[float, float, float]  # a, b, c of x ← a x + b x³ + c x⁵, on singular values
+Polynomial = Callable[[Tensor, Quintic, Tensor | None], Tensor]
 
 # Muon's, which is the same in every step: it pushes values from 0.01 to 1 to about one, fast
 MUON: Quintic = (3.4445, -4.7750, 2.0315)
@@ -17,7 +18,18 @@ SHORT = 1e-30  # least squared norm of a matrix that counts: squares of less are
 LEAST = 1e-3  # least mean square of a line, relative to the matrix's
 
 
-def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX) -> Tensor:
+def polynomial(gram: Tensor, quintic: Quintic, short: Tensor | None = None) -> Tensor:
+    """a + b g + c g² of each matrix of a batch; with `short`, of short² g, times short."""
+    a, b, c = quintic
+    if short is not None:
+        short = short.to(gram.dtype)[:, None, None]
+        gram = gram * short * short
+    found = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    found.diagonal(dim1=-2, dim2=-1).add_(a)
+    return found if short is None else found * short
+
+
+def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX, polynomial: Polynomial = polynomial) -> Tensor:
     """Orthogonal factor of each matrix of a batch [batch, row, column], by Newton–Schulz iteration; zero stays zero.
 
     Singular values come out between about 0.7 and 1.3, which is all that a direction needs. Products are as wide as
@@ -26,16 +38,11 @@ def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX) -> Tensor:
     x ← p(x xᵀ) x with p(g) = a + b g + c g², and the smaller one of x xᵀ and xᵀ x. The matrix is not divided by its
     norm, but the first p is, since ‖x‖² is the trace of g: only products pass over all of a matrix.
     """
-    tall = x.shape[-2] > x.shape[-1]
-    for k, (a, b, c) in enumerate(quintics):
+    tall, wide = x.shape[-2] > x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    for k, quintic in enumerate(quintics):
         gram = x.mT @ x if tall else x @ x.mT
-        short = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=SHORT).rsqrt()[:, None, None] if k == 0 else None
-        if short is not None:
-            gram = gram * short * short
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        if short is not None:
-            factor *= short
+        short = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).clamp(min=SHORT).rsqrt() if k == 0 else None
+        factor = polynomial(gram, quintic, short)
         x = x @ factor if tall else factor @ x
     return x
 
@@ -53,3 +60,23 @@ def line_scales(square: Tensor) -> Tensor:
     """
     tiny = torch.finfo(square.dtype).tiny
     return torch.maximum(square, (LEAST * square.mean(-1, keepdim=True)).clamp(min=tiny)).rsqrt()
+
+
+def line_sums(factor: Tensor, weights: int, scale: Tensor | None, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Σ f² of each line, a row or a column, and Σ (s f)² of its weights.
+
+    The first `weights` columns are weights, which move by s times a step; the others are biases.
+    """
+    square, wide = factor * factor, torch.promote_types(factor.dtype, torch.float32)
+    by = factor.new_ones(1, weights, dtype=wide) if scale is None else scale.square()
+    by = torch.constant_pad_nd(by, (0, factor.shape[-1] - weights))
+    if not by_row:
+        sums = square.sum(-2, dtype=wide)
+        return sums, sums * by
+    return square.sum(-1, dtype=wide), (square @ by.to(square.dtype).unsqueeze(-1)).squeeze(-1).to(wide)
+
+
+def scale_lines(factor: Tensor, scale: Tensor, *, by_row: bool, out: Tensor) -> None:
+    """Write the factor with each line times its scale; lines behind the last scale are zero."""
+    scale = torch.constant_pad_nd(scale.to(out.dtype), (0, factor.shape[-2 if by_row else -1] - scale.shape[1]))
+    torch.mul(factor, scale.unsqueeze(-1 if by_row else -2), out=out)

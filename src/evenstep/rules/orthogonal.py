@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
+from ..kernels import matrices as kernels
 from ..kernels.lanes import lanes
-from ..math.polar import MINIMAX, Quintic, line_scales, polar, rows_are_longer
+from ..math import polar as plain
 from ..parallel import dtensor
 from .rule import Matrices, Rule, unpack
 
@@ -33,7 +33,7 @@ class OrthogonalRule(Rule):
     that starts at zero, takes the steps of one of that length.
     """
 
-    quintics: Sequence[Quintic] = MINIMAX
+    quintics: Sequence[plain.Quintic] = plain.MINIMAX
     least: float = 0.1
     narrow: bool = True  # multiply in bfloat16 on GPUs, which is many times as fast there
 
@@ -63,10 +63,11 @@ class OrthogonalRule(Rule):
                 for k, layers in enumerate(found):
                     with lane(k):
                         x = layers.x
-                        narrow = self.narrow and x.is_cuda and x.dtype != torch.float64
-                        factor = polar(x.bfloat16() if narrow else x, self.quintics)
+                        x = x.bfloat16() if self.narrow and x.is_cuda and x.dtype != torch.float64 else x
+                        parts: Any = kernels if kernels.serves(x) else plain
+                        factor = plain.polar(x, self.quintics, parts.polynomial)
                         own = torch.cat([lengths[id(block)] for block in layers.blocks])
-                        write_direction(layers, factor, own, step.state, ok)
+                        write_direction(layers, factor, own, step.state, ok, parts)
             step.take_matrices(found)
 
     def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
@@ -88,41 +89,27 @@ class OrthogonalRule(Rule):
         return unpack((weights * shrink).maximum(self.least * radius), radii)
 
 
-def write_direction(layers: Matrices, factor: Tensor, lengths: Tensor, state: Any, ok: Tensor | None) -> None:
+def write_direction(
+    layers: Matrices, factor: Tensor, lengths: Tensor, state: Any, ok: Tensor | None, parts: Any
+) -> None:
     """Write the directions of layers that are alike over their momentum: the polar factor, its lines evened out.
 
     `lengths` are those of steps at lr 1, biases left out: a layer without bias moves a little less along its mean.
+    `parts` are `math.polar`, or its kernels.
     """
     block, kept = layers.blocks[0], [state[b.weight]["line_square"] for b in layers.blocks]
     rows, weights = block.units // block.groups, block.weight.numel() // block.units
     columns = weights + len(block.biases)
-    tall = rows_are_longer(rows, columns)
-    lines, others = (rows, columns) if tall else (columns, rows)
-    sums, moved = line_sums(factor, weights, layers.scale, lengths.dtype, tall=tall)
+    by_row = plain.rows_are_longer(rows, columns)
+    lines, others = (rows, columns) if by_row else (columns, rows)
+    sums, moved = parts.line_sums(factor, weights, layers.scale, by_row=by_row)
     old = torch.cat(kept).view(-1, lines)
     mean = torch.lerp(old, sums[:, :lines] / others, 1 - MEMORY)
     foreach.copy_(kept, unpack((mean if ok is None else torch.where(ok, mean, old)).view(-1), kept))
-    even = line_scales(mean)
-    length = (moved[:, :lines] * even[:, : moved.shape[1]].square()).sum(-1).sqrt()
+    even = plain.line_scales(mean)
+    length = (moved[:, :lines] * even.square()).sum(-1).sqrt()
     even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
-    even = F.pad(even, (0, factor.shape[-2 if tall else -1] - lines))
-    # in one dtype, which GPUs read several numbers at a time
-    torch.mul(factor, even.to(layers.x.dtype).unsqueeze(-1 if tall else -2), out=layers.x)
-
-
-def line_sums(
-    factor: Tensor, weights: int, scale: Tensor | None, dtype: torch.dtype, *, tall: bool
-) -> tuple[Tensor, Tensor]:
-    """Σ f² of each line, a row if `tall`, else a column; and Σ (s f)² of its weights, for columns that move w by s."""
-    square = factor * factor
-    if not tall:
-        sums = square.sum(-2, dtype=dtype)
-        moved = sums[:, :weights]
-        return sums, moved if scale is None else moved * scale.square()
-    if scale is None:
-        return square.sum(-1, dtype=dtype), square[..., :weights].sum(-1, dtype=dtype)
-    by = F.pad(scale.square(), (0, factor.shape[-1] - weights))
-    return tuple((square @ torch.stack([torch.ones_like(by), by], -1).to(square.dtype)).to(dtype).unbind(-1))  # type: ignore[return-value]
+    parts.scale_lines(factor, even, by_row=by_row, out=layers.x)
 
 
 def norms(blocks: Sequence[Any]) -> tuple[Tensor, Tensor]:
