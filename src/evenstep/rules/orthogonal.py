@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..coordinates.coordinates import Field, Schema
 from ..math import polar
-from ..parallel import dtensor
+from ..parallel import dtensor, shared_matrices
 from .rule import Matrices, Rule, put, unpack
 
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
@@ -49,16 +49,24 @@ class OrthogonalRule(Rule):
             "radius": Field("group", nonnegative=True),
         }
 
-    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
-        """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch."""
+    def direct(self, steps: Sequence[Any], ok: Tensor | None, ranks: Any = None) -> None:
+        """Turn the gradients of all layers into steps; layers of one shape are multiplied in one batch.
+
+        Ranks share the layers: each turns some into steps, and has those of the others from them.
+        """
+        lengths, found = dict[int, Tensor](), list[tuple[Any, list[Matrices]]]()
         for step in steps:
             ok = None if ok is None else ok.to(step.device)
-            lengths = dict(zip(map(id, step.blocks), self._lengths(step, ok), strict=True))
-            found = step.matrices(ok)
-            for layers in found:
-                states = [step.state[block.weight] for block in layers.blocks]
+            lengths |= zip(map(id, step.blocks), self._lengths(step, ok), strict=True)
+            found.append((step, step.matrices(ok)))
+        for shared in shared_matrices.share(found, ranks):
+            for layers in shared.own():
+                states = [steps[0].state[block.weight] for block in layers.blocks]
+                ok = None if ok is None else ok.to(layers.x.device)
                 self._orthogonalize(layers, torch.cat([lengths[id(block)] for block in layers.blocks]), states, ok)
-            step.take_matrices(found)
+            shared.spread(lambda block: steps[0].state[block.weight]["line_square"])
+        for step, some in found:
+            step.take_matrices(some)
 
     def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
         """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
@@ -82,7 +90,7 @@ class OrthogonalRule(Rule):
         groups, biases, rows = block.groups, len(block.biases), block.units // block.groups
         weights = block.weight.numel() // block.units
         tall, wide = polar.rows_are_longer(rows, weights + biases), lengths.dtype
-        factor = polar.polar(x.bfloat16() if self.narrow and x.is_cuda and x.dtype != torch.float64 else x, self.steps)
+        factor = polar.polar(x, self.steps)
         square = factor * factor
         sums = square.sum(-1 if tall else -2, dtype=wide)[:, : rows if tall else weights + biases]
         fresh = (sums / (weights + biases if tall else rows)).view(len(states), -1)
