@@ -123,18 +123,17 @@ class OrthogonalRule(Rule):
 
 
 def matrix_norms(blocks: Sequence[Any]) -> list[Tensor]:
-    """The norm of each matrix of weights: [group] for each block, over all ranks."""
+    """The norm of each matrix of weights: [group] for each block, over all ranks; the blocks are sharded alike."""
     whole = {id(b): b.weight.detach() for b in blocks if b.groups == 1 and not dtensor.sharded(b.weight)}
     weights = list(whole.values())
     wide = torch.promote_types(blocks[0].weight.dtype, torch.float32)
     norms = dict(zip(whole, torch._foreach_norm(weights, 2, wide) if weights else [], strict=True))
-    found = []
-    for block in blocks:
+    others, sums = [block for block in blocks if id(block) not in norms], []
+    for block in others:
         weight = block.local(block.weight).detach()
-        if id(block) in norms:
-            found.append(norms[id(block)].view(1))
-            continue
         squares = torch.linalg.vector_norm(block.matrix(weight), dim=1, dtype=wide).square()
-        sums = squares.new_zeros(block.groups).index_add_(0, block.group_of_rows(), squares)
-        found.append(dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt())
-    return found
+        sums.append(squares.new_zeros(block.groups).index_add_(0, block.group_of_rows(), squares))
+    if others:
+        total = dtensor.reduced(torch.cat(sums), dtensor.groups_along(others[0].weight, rows=True))
+        norms |= zip(map(id, others), unpack(total.sqrt(), sums), strict=True)
+    return [norms[id(block)].view(-1) for block in blocks]
