@@ -31,6 +31,10 @@ def test_moments_by_the_interpreter():
     assert said_by(INTERPRETER, "moments") == "36 moments agree"
 
 
+def test_two_ranks_share_matrices_by_the_interpreter():
+    assert said_by(INTERPRETER, "ranks") == "['equal'] ['equal']"
+
+
 BUILD = """
 import triton
 from triton.backends.compiler import GPUTarget
