@@ -6,6 +6,7 @@ EVENSTEP_GPU=cpu runs most GPU tests on the CPU, to develop them where there is 
 import copy
 import importlib.util
 import io
+import itertools
 import os
 
 import pytest
@@ -15,6 +16,8 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from cases import BY_HAND, ONE_EACH, OPTIMIZERS, TORCH_RULES
+from evenstep.kernels import matrices
+from evenstep.math import polar
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kind import Look
 from evenstep.statistics.layer_statistics import LayerStatistics
@@ -381,3 +384,24 @@ def assert_follows(reference, optimizer, model, batches, tolerance=1e-9):
     smallest = min(float(factor.min()) for x, t in batches for factor in reference.step(x, t))
     assert_same_parameters(reference, model, tolerance)
     return smallest
+
+
+def assert_matrix_kernels_agree(device):
+    """Compare the kernels for batches of matrices with `math.polar` in float64."""
+    shapes = [(3, 24, 40), (2, 40, 24), (1, 9, 33), (5, 17, 8), (1, 520, 16)]
+    for (batch, rows, columns), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+        x = torch.randn(batch, rows, columns, device=device).to(dtype)
+        exact, lines = x.double(), max(rows, columns) - 1
+        assert_close(
+            polar.polar(x, [polar.MUON], matrices.polynomial).double(), polar.polar(exact, [polar.MUON]), **close
+        )
+        by_row, scale = rows >= columns, torch.rand(batch, columns - 1, device=device)
+        for own in (None, scale):
+            found = matrices.line_sums(x, columns - 1, own, by_row=by_row)
+            expected = polar.line_sums(exact, columns - 1, None if own is None else own.double(), by_row=by_row)
+            assert_close([f.double() for f in found], list(expected), rtol=1e-4, atol=1e-4)
+        even, out = torch.rand(batch, lines, device=device), torch.full_like(x, torch.nan)
+        matrices.scale_lines(x, even, by_row=by_row, out=out)
+        polar.scale_lines(exact, even.double(), by_row=by_row, out=exact)
+        assert_close(out.double(), exact, **close)

@@ -23,6 +23,7 @@ ORDER = [  # a package or file imports what stands before it alone, but for the 
     "kernels",
     "parallel.__init__",
     "parallel.dtensor",
+    "parallel.shared_matrices",
     "model",
     "statistics",
     "rules",

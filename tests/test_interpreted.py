@@ -27,8 +27,16 @@ def test_steps_by_the_interpreter(name):
     assert said_by(INTERPRETER, "steps", name) == f"{count} steps of {name} agree"
 
 
+def test_matrices_by_the_interpreter():
+    assert said_by(INTERPRETER, "matrices") == "matrices agree"
+
+
 def test_moments_by_the_interpreter():
     assert said_by(INTERPRETER, "moments") == "36 moments agree"
+
+
+def test_two_ranks_share_matrices_by_the_interpreter():
+    assert said_by(INTERPRETER, "ranks") == "['equal'] ['equal']"
 
 
 BUILD = """

@@ -21,6 +21,7 @@ from helpers import (
     LAYOUTS,
     SHAPES,
     Net,
+    assert_matrix_kernels_agree,
     assert_moments_agree,
     assert_steps_agree,
     inputs_like,
@@ -144,6 +145,13 @@ def test_a_network_on_two_devices_steps_on_both_or_on_none(where, cls):
         optimizer.step()
         assert still(parts, before) == [step == 1] * 4
     assert optimizer.nonfinite_steps == 1
+
+
+@pytest.mark.gpu
+def test_kernels_for_matrices_against_float64():
+    if GPU.type == "cpu":
+        pytest.skip("the kernels need a GPU")
+    assert_matrix_kernels_agree(GPU)
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):

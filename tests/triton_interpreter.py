@@ -1,17 +1,23 @@
 """Triton's kernels on the CPU, by its interpreter: run with TRITON_INTERPRET=1 in a process of their own.
 
-Its argument `steps NAME` holds the step kernels to the loop over blocks, `moments` the moments kernel to float64.
+Its argument `steps NAME` holds the step kernels to the loop over blocks, `moments` the moments kernel to float64,
+`ranks` two processes that share matrices to one.
 """
 
 import itertools
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
+import evenstep
 import helpers
+import ranks
+import test_shared_matrices
 from evenstep.kernels import input_sums as moments
 from evenstep.math.moments import thinned
 from evenstep.model.layer_kind import Look
@@ -56,9 +62,6 @@ class Direct:
 
 def steps(name):
     """Compare steps by the kernels with torch's, block by block."""
-    triton_step.HostTable = Direct
-    torch.cuda.is_current_stream_capturing = lambda: False
-    triton_step.runs_on = lambda weight: weight.dtype in triton_step.KINDS
     count, look = 0, triton_step.TritonStep.look
 
     def counted(self, divisor=None):
@@ -81,6 +84,13 @@ def steps(name):
             net.to(memory_format=torch.channels_last)
         agree(name, net, "cpu", 1e-3, steps=2, misaligned=misaligned)
     print(f"{count} steps of {name} agree")
+
+
+def matrices():
+    """Hold the kernels for matrices to float64."""
+    torch.manual_seed(0)
+    helpers.assert_matrix_kernels_agree("cpu")
+    print("matrices agree")
 
 
 def moments_of_all():
@@ -113,10 +123,34 @@ def forwards_are_told_apart():
     assert stage.tally.tolist() == [20, 0, 20, 15]
 
 
-if __name__ == "__main__":
+def on_two_ranks():
+    """Compare what two processes make of shared matrices with what one makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        print(*ranks.run(Path(folder) / "ranks", 2, [(share, ())]))
+
+
+def share():
+    """On each of the ranks: in float32, then in bfloat16."""
+    interpret()
+    for k, (cls, close) in enumerate(((evenstep.EvenStep, 1e-5), (test_shared_matrices.NarrowEvenStep, 0.02))):
+        far, optimizer = test_shared_matrices.largest_distance(test_shared_matrices.replicated, cls, 2)
+        assert far[k] <= close, far
+        assert all(isinstance(step, triton_step.TritonStep) for step in optimizer._plan.steps if step.rule.matrices)
+    return "equal"
+
+
+def interpret():
+    """Let the step kernels run on the CPU."""
+    triton_step.HostTable = Direct
+    torch.cuda.is_current_stream_capturing = lambda: False
+    triton_step.runs_on = lambda weight: weight.dtype in triton_step.KINDS
     with_bools("create_masked_load", 1)
     with_bools("create_masked_store", 2)
     ReduceOps.generic_reduce = by_halves
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    {"steps": steps, "moments": moments_of_all}[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+    interpret()
+    {"steps": steps, "moments": moments_of_all, "matrices": matrices, "ranks": on_two_ranks}[sys.argv[1]](*sys.argv[2:])

@@ -29,6 +29,11 @@ PLAIN_LR = 3e-3  # of AdamW beside Muon; EvenStep's is the same
 Build = Callable[[nn.Module, float | Tensor, dict[str, Any]], "list[Any]"]
 
 
+# minimax from 0.005 in three steps (0.5 to 1.5), and from 0.003 in four (0.79 to 1.21)
+STEEP = ((8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978))
+FOUR = ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695), (3.5056, -2.6267, 0.5257), (2.4901, -1.8343, 0.4368))
+
+
 class MissingRivals(ImportError):
     """Rivals' packages are not installed."""
 
@@ -236,6 +241,8 @@ METHODS: dict[str, Method] = {
     "least-1": variant(rule=OrthogonalRule(least=1.0)),  # steps relative to the radius
     "five": variant(rule=OrthogonalRule(quintics=(MUON,) * 5)),  # instead of three minimax quintics
     "four": variant(rule=OrthogonalRule(quintics=(MUON,) * 4)),
+    "steep": variant(rule=OrthogonalRule(quintics=STEEP)),
+    "minimax-four": variant(rule=OrthogonalRule(quintics=FOUR)),
     # torch's
     "adamw": Method(lambda model, lr, options: [adamw(model.parameters(), lr, **options)], 3e-3),
     "sgd": Method(lambda model, lr, options: [Scaled(torch.optim.SGD, list(model.parameters()), lr, **options)], 0.1),

@@ -42,6 +42,26 @@ def groups_along(tensor: Any, rows: bool) -> list[Any]:
     return [tensor.device_mesh.get_group(k) for k, place in found if hasattr(place, "dim") and (place.dim == 0) is rows]
 
 
+def row_group(tensor: Any) -> Any:
+    """The ranks that have some rows of a tensor each, as `row_counts` says; None if it lies in another way."""
+    if not sharded(tensor) or tensor.device_mesh.ndim != 1:
+        return None
+    from torch.distributed.tensor import Shard
+
+    place = tensor.placements[0]
+    return tensor.device_mesh.get_group() if type(place) is Shard and place.dim == 0 else None
+
+
+def row_counts(rows: int, world: int) -> list[int]:
+    """How many rows each rank has of a sharded tensor.
+
+    >>> row_counts(7, 3), row_counts(1, 2)
+    ([3, 3, 1], [1, 0])
+    """
+    each = -(-rows // world)
+    return [max(0, min(each, rows - each * rank)) for rank in range(world)]
+
+
 class ShardedSegments(Segments):
     """Layers whose units lie on several ranks: reductions over all of them, which every rank must call."""
 

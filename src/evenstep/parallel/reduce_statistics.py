@@ -42,10 +42,24 @@ class Part(NamedTuple):
         return self.layer.examples.clamp(min=1) ** 2 if self.reduction == "mean" else 1
 
 
+class Reduced(NamedTuple):
+    """What ranks know of each other: whether all gradients are finite, how many are busy, whether they agree."""
+
+    finite: Tensor
+    busy: Tensor
+    agree: Tensor | None
+
+
 def reduce(
-    ranks: Any, statistics: ModelStatistics, parts: Sequence[Part], grads: Sequence[Tensor], *, busy: bool
-) -> tuple[Tensor, Tensor]:
-    """Add up statistics over ranks, in place; whether all `grads` are finite, and how many ranks are `busy`."""
+    ranks: Any,
+    statistics: ModelStatistics,
+    parts: Sequence[Part],
+    grads: Sequence[Tensor],
+    bits: Tensor | None = None,
+    *,
+    busy: bool,
+) -> Reduced:
+    """Add up statistics over ranks, in place; `bits` are what ranks must agree on, if anything."""
     tensors = [t for part in parts for t in part.tensors()]
     device = next((t.device for t in [*tensors, *grads]), torch.device("cpu"))
     if not statistics.same_layers:
@@ -56,10 +70,12 @@ def reduce(
         part.layer.g2.mul_(part.examples2())
     # one reduction for sums and flags: no rank may skip a step alone
     flags = torch.stack([~all_finite(grads, device), torch.full((), busy, device=device)]).float()
+    flags = flags if bits is None else torch.cat([flags, bits.to(device)])
     add_up(ranks, [flags, *tensors])
     for part in parts:
         part.layer.g2.div_(part.examples2())
-    return flags[0] == 0, flags[1]
+    agree = None if bits is None else ((flags[2:] == 0) | (flags[2:] == ranks.size())).all()
+    return Reduced(flags[0] == 0, flags[1], agree)
 
 
 def check_same_layers(ranks: Any, size: int, device: torch.device) -> None:

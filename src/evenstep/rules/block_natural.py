@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class BlockNaturalRule(Rule):
         """Momentum, and running mean squares."""
         return {**super().state(momentum), **(SQUARES[self.block] if self.bounded else {})}
 
-    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
+    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None, ranks: Any = None) -> None:
         """Add up the squares of the whole network first, where they are the denominator."""
         whole = [step.units.total(step.unit_square()).sum() for step in steps if self.block == "network"]
         for step in steps:

@@ -12,7 +12,7 @@ from ..coordinates.coordinates import Field, Schema
 from ..kernels import matrices as kernels
 from ..kernels.lanes import lanes
 from ..math import polar as plain
-from ..parallel import dtensor
+from ..parallel import dtensor, shared_matrices
 from .rule import Matrices, Rule, unpack
 
 MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
@@ -53,22 +53,29 @@ class OrthogonalRule(Rule):
             "radius": Field("group", nonnegative=True),
         }
 
-    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
-        """Turn the gradients of all layers into directions; layers of one shape are multiplied in one batch."""
+    def direct(self, steps: Sequence[Any], ok: Tensor | None, ranks: Any = None) -> None:
+        """Turn the gradients of all layers into directions; layers of one shape are multiplied in one batch.
+
+        Ranks share the layers: each turns some into directions, and has those of the others from them.
+        """
+        lengths, found = dict[int, Tensor](), list[tuple[Any, list[Matrices]]]()
         for step in steps:
             ok = None if ok is None else ok.to(step.device)
-            lengths = dict(zip(map(id, step.blocks), self._lengths(step, ok), strict=True))
-            found = step.matrices(ok)
-            with lanes(step.device) as lane:
-                for k, layers in enumerate(found):
+            lengths |= zip(map(id, step.blocks), self._lengths(step, ok), strict=True)
+            found.append((step, step.matrices(ok)))
+        for shared in shared_matrices.share(found, ranks):
+            layers = shared.own()
+            with lanes(layers[0].x.device if layers else torch.device("cpu")) as lane:
+                for k, some in enumerate(layers):
                     with lane(k):
-                        x = layers.x
-                        x = x.bfloat16() if self.narrow and x.is_cuda and x.dtype != torch.float64 else x
-                        parts: Any = kernels if kernels.serves(x) else plain
-                        factor = plain.polar(x, self.quintics, parts.polynomial)
-                        own = torch.cat([lengths[id(block)] for block in layers.blocks])
-                        write_direction(layers, factor, own, step.state, ok, parts)
-            step.take_matrices(found)
+                        parts: Any = kernels if kernels.serves(some.x) else plain
+                        factor = plain.polar(some.x, self.quintics, parts.polynomial)
+                        own = torch.cat([lengths[id(block)] for block in some.blocks])
+                        mask = None if ok is None else ok.to(some.x.device)
+                        write_direction(some, factor, own, steps[0].state, mask, parts)
+            shared.spread(lambda block: steps[0].state[block.weight]["line_square"])
+        for step, some_of in found:
+            step.take_matrices(some_of)
 
     def _lengths(self, step: Any, ok: Tensor | None) -> Sequence[Tensor]:
         """Bring matrices back into their balls; the length of a step at lr 1 for each group, that of its weights.
@@ -113,30 +120,40 @@ def write_direction(
 
 
 def norms(blocks: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The norms of each matrix's weights, and of its biases: one per group of each block, over all ranks."""
+    """The norms of each matrix's weights, and of its biases: one per group of each block, over all ranks.
+
+    The blocks are sharded alike.
+    """
     wide = torch.promote_types(blocks[0].weight.dtype, torch.float32)
     whole = [p for b in blocks if b.groups == 1 and not b.sharded for p in b.parameters]
     found = torch._foreach_norm([p.detach() for p in whole], 2, wide) if whole else []
     known = dict(zip(map(id, whole), found, strict=True))
-    weights, biases = list[Tensor](), list[Tensor]()
     none = torch.zeros(1, dtype=wide, device=blocks[0].weight.device)
+    others = [block for block in blocks if id(block.weight) not in known]
+    sums = dict(zip(map(id, others), squares_of_groups(others, wide), strict=True)) if others else {}
+    weights, biases = list[Tensor](), list[Tensor]()
     for block in blocks:
-        if id(block.weight) in known:
-            weights.append(known[id(block.weight)].view(1))
+        if id(block) in sums:
+            both = sums[id(block)].sqrt()
+        else:
             few = [known[id(b)] for b in block.biases]
-            biases.append(few[0].view(1) if len(few) == 1 else torch.stack(few).norm().view(1) if few else none)
-            continue
-        of_rows = torch.linalg.vector_norm(block.matrix(block.local(block.weight).detach()), dim=1, dtype=wide)
-        weights.append(over_groups(block, of_rows.square()))
-        few = [block.local(b).detach().to(wide).square() for b in block.biases]
-        biases.append(over_groups(block, torch.stack(few).sum(0)) if few else none.expand(block.groups))
+            of_biases = few[0].view(1) if len(few) == 1 else torch.stack(few).norm().view(1) if few else none
+            both = (known[id(block.weight)].view(1), of_biases)  # type: ignore[assignment]
+        weights.append(both[0])
+        biases.append(both[1])
     return torch.cat(weights), torch.cat(biases)
 
 
-def over_groups(block: Any, of_rows: Tensor) -> Tensor:
-    """The root of the sum over each group's rows, on all ranks."""
-    sums = of_rows.new_zeros(block.groups).index_add_(0, block.group_of_rows(), of_rows)
-    return dtensor.reduced(sums, dtensor.groups_along(block.weight, rows=True)).sqrt()
+def squares_of_groups(blocks: Sequence[Any], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Σ w² and Σ b² of each group, [2, group] for each block, by one reduction over ranks."""
+    found = []
+    for block in blocks:
+        rows = torch.linalg.vector_norm(block.matrix(block.local(block.weight).detach()), dim=1, dtype=dtype).square()
+        biases = [block.local(b).detach().to(dtype).square() for b in block.biases]
+        both = torch.stack([rows, torch.stack(biases).sum(0) if biases else torch.zeros_like(rows)])
+        found.append(both.new_zeros(2, block.groups).index_add_(1, block.group_of_rows(), both))
+    total = dtensor.reduced(torch.cat(found, 1), dtensor.groups_along(blocks[0].weight, rows=True))
+    return torch.split_with_sizes(total, [block.groups for block in blocks], 1)
 
 
 def per_group(of_blocks: Tensor, blocks: Sequence[Any]) -> Tensor:

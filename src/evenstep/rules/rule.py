@@ -50,7 +50,7 @@ class Rule:
     external = False  # whether kernels may hand it the gradients on v, and take back its directions
     replays = False  # whether its work on a GPU can be recorded, and replayed in later steps
     matrices = False  # whether it turns the momentum of layers, as matrices, into steps
-    narrow = False  # whether it wants those in bfloat16 on a GPU
+    narrow = False  # whether it multiplies those in bfloat16 on a GPU
     fused: Sequence[str] | None = None  # flags of the kernels that make its directions; None: torch operations do
 
     def joint(self, block: Any) -> bool:
@@ -65,8 +65,15 @@ class Rule:
         """The state it keeps."""
         return {"momentum_buffer": Field("parameter")} if momentum else {}
 
-    def direct(self, steps: Sequence[Any], ok: Tensor | None) -> None:
-        """Set the direction of each `RuleStep`. All blocks of the rule come at once; `ok` masks a step not to take."""
+    def product_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype in which it multiplies matrices that come as `x`."""
+        return torch.bfloat16 if self.narrow and x.is_cuda and x.dtype != torch.float64 else x.dtype
+
+    def direct(self, steps: Sequence[Any], ok: Tensor | None, ranks: Any = None) -> None:
+        """Set the direction of each `RuleStep`. All blocks of the rule come at once; `ok` masks a step not to take.
+
+        `ranks` is the group of those that take the same step, if there are others.
+        """
         for step in steps:
             step.direction = self.direction(step, None if ok is None else ok.to(step.device))
 
@@ -103,6 +110,8 @@ class RuleStep:
         # the groups of ranks over which single units are split
         self.split_units = dtensor.groups_along(first.weight, rows=False)
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
+        self.row_group = dtensor.row_group(first.weight)
+        self.gathers = dtensor.sharded(first.weight) and self.row_group is None  # matrices, as far as rules want those
         self.on_v, self.scales = OnV([], []), list[Scales]()
         self.owned = False  # whether nothing else has the memory of `on_v`
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
@@ -193,7 +202,10 @@ class RuleStep:
         shrink([*zip(self.blocks, factors, strict=True)])
 
     def matrices(self, ok: Tensor | None) -> list[Matrices]:
-        """Nesterov's direction of the momentum on v, (1 − m) g + m M with M ← m M + (1 − m) g, for `take_matrices`."""
+        """Nesterov's direction of the momentum on v, (1 − m) g + m M with M ← m M + (1 − m) g, for `take_matrices`.
+
+        Those of a `row_group` are [layer, row, column], the rows that this rank has.
+        """
         momentum, buffers = self.group["momentum"], self.live("momentum_buffer")
         grads = [gradient_of(q).to(buffer.dtype) for (q,), buffer in zip(self.stand_ins(ok), buffers, strict=True)]
         means = torch._foreach_lerp(buffers, grads, 1 - momentum)
@@ -201,22 +213,23 @@ class RuleStep:
         alike: dict[Any, list[int]] = {}
         ahead, scales = list(torch._foreach_lerp(grads, means, momentum)), self.column_scales()
         for k, (block, x) in enumerate(zip(self.blocks, ahead, strict=True)):
-            ahead[k] = x = dtensor.gathered(block.weight, x) if dtensor.sharded(block.weight) else x
-            alike.setdefault((block.groups, x.shape, scales[k] is None), []).append(k)
+            ahead[k] = x = dtensor.gathered(block.weight, x) if self.gathers else x
+            alike.setdefault((block.groups, block.units, x.shape[1], scales[k] is None), []).append(k)
         found = []
-        for (groups, shape, plain), few in alike.items():
-            x = torch.stack([ahead[k] for k in few]).view(len(few) * groups, -1, shape[1])
+        for (groups, _, columns, plain), few in alike.items():
+            x = torch.stack([ahead[k] for k in few])
+            x = x.to(self.rule.product_dtype(x))
+            x = x if self.row_group is not None else x.view(len(few) * groups, -1, columns)
             scale = None if plain else torch.cat([scale for k in few if (scale := scales[k]) is not None])
             found.append(Matrices([self.blocks[k] for k in few], x, scale))
         return found
 
     def take_matrices(self, found: Sequence[Matrices]) -> None:
         """Take the steps that a rule has written into the matrices for the direction."""
-        steps = {
-            id(b): s for m in found for b, s in zip(m.blocks, m.x.view(len(m.blocks), -1, m.x.shape[2]), strict=True)
-        }
+        layers = [(b, x) for m in found for b, x in zip(m.blocks, m.x.chunk(len(m.blocks)), strict=True)]
+        steps = {id(block): x.flatten(0, 1) for block, x in layers}
         own = [(block, steps[id(block)]) for block in self.blocks]
-        self.take([[dtensor.part(s, b.weight) if dtensor.sharded(b.weight) else s] for b, s in own])
+        self.take([[dtensor.part(s, b.weight) if self.gathers else s] for b, s in own])
 
     # for rules that move parameters, as torch's do
 

@@ -86,7 +86,7 @@ class TorchRule(Rule):
         uncounted = [p for p, rule in zip(block.parameters, rules, strict=False) if not rule.counts]
         return [*uncounted, *block.parameters[len(rules) :]]
 
-    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None) -> None:
+    def direct(self, steps: Sequence[RuleStep], ok: Tensor | None, ranks: Any = None) -> None:
         """One step of each rule for all blocks at once: some rules count steps in their groups."""
         proxies = [[self._proxies(b, qs) for b, qs in zip(s.blocks, s.stand_ins(ok), strict=True)] for s in steps]
         flat = [proxy for some in proxies for few in some for proxy in few]

@@ -7,6 +7,7 @@ drawn at random, as experts and dropped layers have them, hardly ever come back.
 from collections.abc import Sequence
 from operator import lt
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -96,6 +97,19 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
             ]
         found.setdefault(tuple(key), []).append(block)
     return [key[0](some, state) for key, some in found.items()]
+
+
+def fingerprint(plan: Plan, groups: list[dict[str, Any]]) -> Tensor:
+    """Bits that depend on which matrices move, and how they are batched: ranks that share them must agree."""
+    place = {id(p): k for k, p in enumerate(p for group in groups for p in group["params"])}
+    found = [
+        (type(step).__name__, step.device.type, [[(place[id(p)], *p.shape) for p in b.parameters] for b in step.blocks])
+        for step in plan.steps
+        if step.rule.matrices
+    ]
+    code = crc32(repr(found).encode())
+    device = plan.blocks[0].weight.device if plan.blocks else None
+    return torch.tensor([float(code >> k & 1) for k in range(32)], device=device)
 
 
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")

@@ -30,6 +30,11 @@ NO_STATISTICS = (
     "has none."
 )
 
+DISAGREE = (
+    "the ranks of process_group share the work on matrices, but have gradients for different ones; average the "
+    "gradients of all ranks, as DDP does, or give process_group=False to share nothing."
+)
+
 
 class CoordinateOptimizer(ModelOptimizer):
     """Base of all optimizers here: coordinates x rule x guard on every block of parameters."""
@@ -41,6 +46,9 @@ class CoordinateOptimizer(ModelOptimizer):
         self._retired: list[Plan] = []  # plans whose tensors CUDA graphs may still use
         self._monitors: list[Any] = []  # are told of each block before its batch joins the moments, and of each step
         self._world = 1  # how many ranks took part in the last step
+        self._ranks: Any = None  # those ranks, if they are several
+        self._layout: Tensor | None = None  # the fingerprint of the plan, where ranks must agree
+        self._agreed = False  # whether they have, since this rank's plan was made
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,9 +74,9 @@ class CoordinateOptimizer(ModelOptimizer):
         busy = self._statistics.forwards.saw_rows is not False
         alone = not (dist.is_available() and dist.is_initialized())
         ranks = None if alone else reduce_statistics.ranks_of(self.process_group)
-        self._world = 1 if ranks is None else ranks.size()
+        self._world, self._ranks = 1 if ranks is None else ranks.size(), ranks
         plan = self._planned(compiled)
-        finite, others = (None, 0) if ranks is None else self._reduced(ranks, plan.blocks, busy)
+        finite, others = (None, 0) if ranks is None else self._reduced(ranks, plan, busy)
         if not busy and not others > 0:
             return None
         if compiled or first:  # later steps know on the CPU alone, from the counts that they read anyway
@@ -78,15 +86,25 @@ class CoordinateOptimizer(ModelOptimizer):
     # blocks, state and warnings are Python's business; a compiled step is one graph of what follows
     _prepare_on_host = _disable_dynamo(_prepare)
 
-    def _reduced(self, ranks: Any, blocks: list[Block], busy: bool) -> tuple[Tensor, Tensor]:
-        """Add up the batch statistics over ranks; ranks without a batch take part, too."""
+    def _reduced(self, ranks: Any, plan: Plan, busy: bool) -> tuple[Tensor, Tensor]:
+        """Add up the batch statistics over ranks; ranks without a batch take part, too.
+
+        Ranks that share matrices must have the same. On a GPU, where asking takes time, those ask whose plan is new.
+        """
         parts, groups = [], self._groups()
         for entry, layer in self._statistics.layers.items() if self.coordinates.needs else []:
             mass = self.state.get(entry.weight, {}).get("mass") if self.coordinates.needs >= Statistics.INPUTS else None
             reduction = groups.get(id(entry.weight), {}).get("reduction", "sum")
             parts.append(reduce_statistics.Part(layer, mass, reduction))
-        grads = [gradient(p) for b in blocks for p in b.parameters]
-        return reduce_statistics.reduce(ranks, self._statistics, parts, grads, busy=busy)
+        grads = [gradient(p) for b in plan.blocks for p in b.parameters]
+        if self._layout is None and self.rule.matrices:
+            self._layout = plans.fingerprint(plan, self.param_groups)
+        reduced = reduce_statistics.reduce(ranks, self._statistics, parts, grads, self._layout, busy=busy)
+        if reduced.agree is not None and (reduced.agree.is_cpu or not self._agreed):
+            if not reduced.agree:
+                raise RuntimeError(f"{self._owner}: {DISAGREE}")
+            self._agreed = True
+        return reduced.finite, reduced.busy
 
     def _planned(self, compiled: bool) -> Plan:
         """The plan; made again when parameters, gradients or groups come and go.
@@ -105,6 +123,7 @@ class CoordinateOptimizer(ModelOptimizer):
             if self._plan is not None and any(getattr(step, "captured", False) for step in self._plan.steps):
                 self._retired.append(self._plan)
             self._plan, self._stale = plans.make(signature, blocks, self.state, compiled), False
+            self._layout, self._agreed = None, False
             if blocks:
                 self._nonfinite = self._nonfinite.to(self._plan.steps[0].device)
         return self._plan
@@ -163,9 +182,9 @@ class CoordinateOptimizer(ModelOptimizer):
 
         def work(mask: Tensor | None) -> None:
             for rule, steps in plan.steps_of():
-                rule.direct([step for step in steps if step.needs_direction], mask)
+                rule.direct([step for step in steps if step.needs_direction], mask, self._ranks)
 
-        if plan.replay is None or self._world > 1:  # ranks may exchange something
+        if plan.replay is None or self._ranks is not None:  # ranks exchange something
             work(ok)
         else:
             plan.replay([address for step in plan.steps for address in step.held_addresses()], ok, work)

@@ -80,6 +80,7 @@ class TritonStep:
     """The step of blocks that share device, dtype, rule and momentum; coordinates and settings may differ."""
 
     all_seen = True  # as far as the host knows, which does not wait for the device
+    row_group = None  # its tensors are plain
 
     def __init__(self, blocks: Sequence[Block], state: Any) -> None:
         """What the kernels need on the device from step to step."""
@@ -91,8 +92,8 @@ class TritonStep:
         self.rule, self.group, self.device = first.rule, first.group, first.weight.device
         self.needs_direction = self.rule.fused is None  # otherwise the kernels find it
         self.momentum = 0.0 if self.needs_direction else float(first.group.get("momentum", 0.0))
-        narrow = self.rule.matrices and self.rule.narrow and self.device.type == "cuda"
-        self.rule_dtype = torch.bfloat16 if narrow else first.weight.dtype  # of the gradients on v that the rule sees
+        # of the gradients on v that the rule sees
+        self.rule_dtype = self.rule.product_dtype(first.weight) if self.rule.matrices else first.weight.dtype
         self.constants = self._constants()
         self.groups = list({id(g): g for b in blocks for g in b.param_groups}.values())
         self.captured = False  # whether a CUDA graph holds its addresses
