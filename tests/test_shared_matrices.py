@@ -144,9 +144,9 @@ def orthogonalized(net, optimizer, batches):
     """The shapes of the matrices that this rank orthogonalizes on these batches."""
     found, plain = [], polar.polar
 
-    def noted(x, steps):
+    def noted(x, *more):
         found.extend([tuple(x.shape[1:])] * len(x))
-        return plain(x, steps)
+        return plain(x, *more)
 
     with mock.patch.object(polar, "polar", noted), mock.patch.object(dtensor, "gathered", None):
         train(net, optimizer, batches)

@@ -132,7 +132,7 @@ def on_two_ranks():
 def share():
     """On each of the ranks: in float32, then in bfloat16."""
     interpret()
-    for k, (cls, close) in enumerate(((evenstep.EvenStep, 1e-5), (test_shared_matrices.NarrowEvenStep, 0.02))):
+    for k, (cls, close) in enumerate(((evenstep.EvenStep, 3e-5), (test_shared_matrices.NarrowEvenStep, 0.02))):
         far, optimizer = test_shared_matrices.largest_distance(test_shared_matrices.replicated, cls, 2)
         assert far[k] <= close, far
         assert all(isinstance(step, triton_step.TritonStep) for step in optimizer._plan.steps if step.rule.matrices)
