@@ -1,0 +1,60 @@
+"""Variants of EvenStep, for research on its rule by single jobs; none takes part in the race."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.coordinates.plain_size import PlainSize
+from evenstep.even_step import EvenStep
+from evenstep.math.change_of_variables import Scales
+from evenstep.math.constants import plain_size
+from evenstep.rules.orthogonal import OrthogonalRule
+
+from .method import Method
+from .ours import ours
+
+
+class OwnNorMuon(OrthogonalRule):
+    """The rule without balls: a step is lr · √max(1, units/inputs) times the polar factor, its norm kept."""
+
+    def state(self, momentum: float) -> Any:
+        """Without the radius."""
+        return {name: field for name, field in super().state(momentum).items() if name != "radius"}
+
+    def _lengths(self, step: Any, ok: Tensor | None) -> list[Tensor]:
+        return [torch.full((b.groups,), (b.units / b.groups) ** 0.5, device=b.weight.device) for b in step.blocks]
+
+
+def partly(power: float, centre: float) -> type[PlainSize]:
+    """Coordinates with this power of α and this share of the mean taken out: (1, 1) is whitening, (0, 0) plain."""
+
+    class Partly(PlainSize):
+        def at(self, state: Any, batch: Any, layers: Any) -> Scales:
+            whitened = super(PlainSize, self).at(state, batch, layers)
+            mu, alpha, damping = centre * whitened.mu, whitened.alpha**power, layers.group["damping"]
+            over, biased = layers.inputs, layers.biased
+            beta, constant = plain_size(mu, alpha, whitened.spread, damping, biased=biased, over=over)
+            return whitened._replace(mu=mu, alpha=alpha, beta=beta, constant=constant)
+
+    return Partly
+
+
+def variant(power: float = 1, centre: float = 1, rule: OrthogonalRule | None = None, **fixed: Any) -> Method:
+    """`EvenStep` in other coordinates, which the GPU's kernels do not know, or by another rule."""
+    coordinates = EvenStep.coordinates if (power, centre) == (1, 1) else partly(power, centre)
+    cls = type("Variant", (EvenStep,), {"coordinates": coordinates, "rule": rule or EvenStep.rule})
+    return ours(cls, **fixed)
+
+
+VARIANTS: dict[str, Method] = {
+    "own-normuon": variant(0, 0, OwnNorMuon(steps=5), trust=None),
+    "half": variant(0.5, 0),
+    "plain": variant(0, 0),
+    "centred": variant(0, 1),
+    "no-radius": variant(rule=OwnNorMuon()),
+    "least-03": variant(rule=OrthogonalRule(least=0.3)),
+    "least-1": variant(rule=OrthogonalRule(least=1.0)),  # steps relative to the radius
+    "five": variant(rule=OrthogonalRule(steps=5)),
+    "three": variant(rule=OrthogonalRule(steps=3)),
+}

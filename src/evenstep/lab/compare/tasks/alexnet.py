@@ -1,0 +1,22 @@
+"""A net in AlexNet's proportions on Tiny-ImageNet at 32x32 pixels."""
+
+from functools import partial
+
+from evenstep.lab.models import alexnet
+
+from .images import ImageTask
+
+build = partial(alexnet, classes=200)
+
+TASKS = {
+    "alexnet": ImageTask(
+        build,
+        steps=3 * 703,
+        batch=128,
+        small=partial(build, width=4),
+        normalized=partial(build, batch_norm=True),
+        kind="folder",
+        text="five convolutions of 48 to 288 channels, three dense layers, He's weights; Tiny-ImageNet-32 (200 classes) "
+        "with crops and flips, 3 epochs of 128",
+    )
+}
