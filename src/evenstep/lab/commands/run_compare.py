@@ -23,7 +23,7 @@ class Options:
     """Race optimizers on twelve tasks by one protocol: what is missing in --out is run, the same command goes on."""
 
     jobs: Annotated[tuple[str, ...], "Single jobs instead of the race.", "TASK:METHOD:LR:SEED"]
-    data: Annotated[Path | None, "Folder with cifar-10-batches-py, Tiny-ImageNet's folder and python-source.txt."] = None
+    data: Annotated[Path | None, "Folder with CIFAR-10, Tiny-ImageNet and python-source.txt."] = None
     out: Annotated[Path, "File of records, which may exist."] = Path("runs/compare.jsonl")
     tasks: Annotated[tuple[str, ...], f"Tasks, of {', '.join(RACE)} (default: all)."] = ()
     methods: Annotated[tuple[str, ...], f"Methods, of {', '.join(METHODS)} (default: all, each on its tasks)."] = ()
@@ -34,7 +34,7 @@ class Options:
     steps: Annotated[int | None, "End single jobs early, to see that they run."] = None
     retry: Annotated[bool, "Run jobs again that ended in an error."] = False
     smoke: Annotated[bool, "Tiny networks and made-up data: all phases in a minute on a CPU."] = False
-    table: Annotated[tuple[Path, ...], "Run nothing: make --page from these records, or print single jobs.", "FILE"] = ()
+    table: Annotated[tuple[Path, ...], "Run nothing: make --page from records, or print single jobs.", "FILE"] = ()
     page: Annotated[Path, "The page that --table writes; its figure goes to figures/ beside it."] = Path(
         "docs/comparison.md"
     )
@@ -46,7 +46,7 @@ def main(options: Options) -> int:
         return tabulated(options)
     jobs, pairs = wanted(options)
     if options.data is None and not options.smoke:
-        raise usage.UsageError("compare needs --data DIR, the folder of the data sets (or --smoke); see docs/compare.md")
+        raise usage.UsageError("compare needs --data DIR, the folder of the data sets, or --smoke; see docs/compare.md")
     if options.data is not None and not options.data.is_dir():
         raise usage.UsageError(f"--data {options.data} is not a folder")
     budget = usage.budget(options.budget)

@@ -1,1 +1,1 @@
-"""The fair race of optimizers, `evenstep compare`: tasks, methods, protocol, training, and the page made from records."""
+"""The fair race of optimizers, `evenstep compare`: tasks, methods, protocol, training, and its page."""

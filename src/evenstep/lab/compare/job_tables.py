@@ -1,8 +1,9 @@
 """Tables of single jobs, in Markdown.
 
-A setting is a method with its options at one lr. The best is the one with the best mean over the seeds that all settings
-of the method have: a grid of one seed may choose, and more seeds of the chosen setting then judge. All options of a rival
-are tuned together, each variant of ours stands by itself. Differences are paired by seed, positive where ours is better.
+A setting is a method with its options at one lr. The best is the one with the best mean over the seeds that all
+settings of the method have: a grid of one seed may choose, and more seeds of the chosen setting then judge. All options
+of a rival are tuned together, each variant of ours stands by itself. Differences are paired by seed, and positive where
+ours is better.
 """
 
 import math

@@ -15,7 +15,7 @@ from .jobs import GRID, JUDGED, TIMED, Job, of_race
 from .methods import METHODS, parse
 from .methods.method import EVERYWHERE, canonical
 from .scores import Values, diverged
-from .tasks import TASKS
+from .tasks import RACE, TASKS
 
 FACTOR, HALF = 2.0, 2  # between stepsizes; points on each side of the usual one
 WIDER = 4  # points that a side can get beyond the five
@@ -46,8 +46,9 @@ class Results:
 
     @property
     def error(self) -> str | None:
-        """Why the method cannot run the task, if any job says so."""
-        runs = [*self.grid.values(), *(m for seeds in self.judged.values() for m in seeds.values()), self.timed]
+        """Why the method cannot run the task, if any job says so; the authors' setting apart."""
+        own = [m for (method, _), seeds in self.judged.items() if method == self.method for m in seeds.values()]
+        runs = [*self.grid.values(), *own, self.timed]
         return next((m["error"] for m in runs if "error" in m), None)
 
     def value(self, metrics: dict[str, Any]) -> float:
@@ -130,8 +131,6 @@ def results(records: Iterable[dict[str, Any]], pairs: Sequence[Pair]) -> dict[Pa
 
 def pairs(tasks: Sequence[str], methods: Sequence[str]) -> list[Pair]:
     """Tasks with methods: each method on its tasks, or if both are named, all of these with all of those."""
-    from .tasks import RACE
-
     chosen = [canonical(method) for method in methods] or list(METHODS)
     found = []
     for task in tasks or RACE:

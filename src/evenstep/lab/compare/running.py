@@ -16,6 +16,7 @@ from evenstep.lab.usage import UsageError
 from . import protocol
 from .jobs import TIMED, Job, config, identity
 from .methods import parse
+from .methods.method import Capture
 from .methods.packages import MissingRivals, package
 from .tasks import TASKS
 from .tasks.task import Splits, Task
@@ -81,14 +82,16 @@ class Runner:
 
     def _works(self, jobs: Sequence[Job], known: list[Record]) -> Iterator[Work[tuple[Job, Metrics]]]:
         """The jobs as works; none begins that would not end in time, judged by those of its task before it."""
-        took: dict[str, float] = {}
+        took: dict[Any, float] = {}
         for record in known:
-            name, seconds = record["config"].get("task"), record["metrics"].get("seconds")
-            took[name] = max(took.get(name, 0.0), seconds or 0.0)
+            config, seconds = record["config"], record["metrics"].get("seconds") or 0.0
+            for key in (config.get("task"), (config.get("task"), config.get("method"))):
+                took[key] = max(took.get(key, 0.0), seconds)
         new = {job.task: self.task(job.task) for job in jobs if job.task not in self.loaded}
         self.loaded |= load(new, self.data, self.device)  # before there are streams
         for job in jobs:
-            if self.elapsed + (0 if job.phase == TIMED else took.get(job.task, 0.0)) < self.budget:
+            known_time = took.get((job.task, job.method), took.get(job.task, 0.0))
+            if self.elapsed + (0 if job.phase == TIMED else known_time) < self.budget:
                 task = self.task(job.task)
                 yield self._within(job, guarded(job, task, self.loaded[job.task], self.device, self.steps))
 
@@ -141,7 +144,9 @@ def race(runner: Runner, pairs: Sequence[protocol.Pair], phases: Sequence[str], 
         found = [r for r in runner.known() if bool(r["config"].get("smoke")) == runner.smoke]
         kept = [r for r in found if "error" not in r["metrics"] or identity(r) not in forgiven]
         all_results = protocol.results(kept, pairs).values()
-        return [job for own in all_results for job in (own.untimed() if timed else own.missing())]
+        jobs = [job for own in all_results for job in (own.untimed() if timed else own.missing())]
+        # steps that Python drives would hold up captured ones beside them
+        return sorted(jobs, key=lambda job: parse(job.method)[0].capture is not Capture.STEP)
 
     for timed in [phase == "time" for phase in ("train", "time") if phase in phases]:
         while (jobs := missing(timed)) and runner.elapsed < runner.budget:

@@ -1,5 +1,6 @@
 """Train one network, as a work in steps that runs beside others on one GPU."""
 
+import gc
 import statistics
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from evenstep.lab.bench import seconds_per_step
 from evenstep.lab.parallel_trials import CapturedStep, Work
 
-from .jobs import GRID, JUDGED, SINGLE, TIMED, Job, parse
+from .jobs import GRID, JUDGED, SINGLE, TIMED, Job
+from .methods import parse
 from .methods.method import Capture
 from .methods.packages import MissingRivals
 from .tasks.task import Splits, Task
@@ -40,7 +42,7 @@ class Schedule:
 class Training:
     """A network with its optimizers and batches. The seed sets weights and batches, the same for all methods.
 
-    With Capture.STEP lr is a tensor, and on a GPU the whole step is a CUDA graph. With BACKWARD only forward and backward
+    With Capture.STEP lr is a tensor, and on a GPU the whole step is a CUDA graph. With BACKWARD forward and backward
     are one, and the optimizer's step runs eagerly on the same stream.
     """
 
@@ -101,6 +103,12 @@ class Training:
         self.swap("train")
         return found
 
+    def close(self) -> None:
+        """Free the graph, which refers to what holds it, and what else waits for the garbage collector."""
+        del self.run
+        if self.graphs:
+            gc.collect()
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state."""
         kept = tree_leaves([list(optimizer.state.values()) for optimizer in self.optimizers])
@@ -110,9 +118,19 @@ class Training:
 def train(
     job: Job, task: Task, data: Splits, device: torch.device, most: int | None, capture: Capture
 ) -> Work[Metrics]:
-    """Train one network in steps; its held-out metric, training loss, curves and seconds."""
+    """Train one network in steps; its metrics, and the seconds that took beside others."""
     begin, steps = time.perf_counter(), min(task.steps, most or task.steps)
     training = Training(job, task, data, device, steps, capture)
+    try:
+        found = yield from _curves(training, job, steps)
+    finally:
+        training.close()
+    return {**found, "seconds": time.perf_counter() - begin, "run": training.how}
+
+
+def _curves(training: Training, job: Job, steps: int) -> Work[Metrics]:
+    """Take all steps; the metrics, the curves of the race among them."""
+    task, data, device = training.task, training.data, training.device
     marks = {round(steps * k / POINTS) for k in range(1, POINTS + 1)} if job.phase != SINGLE else set()
     first, last, running, curve = None, [], torch.zeros((), device=device), []
     for k in range(steps):
@@ -133,8 +151,6 @@ def train(
         task.metric: float(training.held_out(chosen)),
         "training_loss": float(torch.stack(last).mean()),
         "first_loss": float(first),
-        "seconds": time.perf_counter() - begin,
-        "run": training.how,
     }
     if curve:
         lengths = [k - before for k, before in zip([k for k, *_ in curve], [0] + [k for k, *_ in curve], strict=False)]
@@ -166,7 +182,9 @@ def timed(job: Job, task: Task, data: Splits, device: torch.device, most: int | 
     found: Metrics = {"seconds_per_step": statistics.median(seconds), "seconds_of_bursts": list(map(_short, seconds))}
     if gpu:  # activations, gradients and the optimizer's state; not what the graph's own pool keeps between steps
         found["memory"] = torch.cuda.max_memory_allocated(device) - before
-    return {**found, "state_bytes": training.state_bytes(), "run": training.how}
+    found |= {"state_bytes": training.state_bytes(), "run": training.how}
+    training.close()
+    return found
 
 
 def guarded(

@@ -94,9 +94,7 @@ METHODS: dict[str, Method] = {
         packages=POP,
         label="Lion",
     ),
-    "singd": Method(
-        singd, 1e-3, SOME, capture=Capture.NOTHING, packages=("singd", "einops", "einconv"), label="SINGD"
-    ),
+    "singd": Method(singd, 1e-3, SOME, capture=Capture.NOTHING, packages=("singd", "einops", "einconv"), label="SINGD"),
 }
 
 

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from .method import EVERYWHERE, Method
 
 
-def ours(cls: type, tasks: tuple[str, ...] = EVERYWHERE, lr: float | None = None, label: str = "", **fixed: Any) -> Method:
+def ours(
+    cls: type, tasks: tuple[str, ...] = EVERYWHERE, lr: float | None = None, label: str = "", **fixed: Any
+) -> Method:
     """An optimizer of this library, at its default lr if it has one."""
     usual = lr or inspect.signature(cls).parameters["lr"].default
 

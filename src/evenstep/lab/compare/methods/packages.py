@@ -41,7 +41,7 @@ class Scaled:
             raise ValueError(f"{cls.__name__}: weight decay depends on the weights, which it does not see here")
         self.stand_ins = [nn.Parameter(torch.zeros_like(p)) for p in params]
         self.inner = cls(self.stand_ins, lr=1.0, **options)
-        self.param_groups = [{"params": params, "lr": lr}]
+        self.params, self.param_groups = params, [{"params": params, "lr": lr}]
 
     @property
     def state(self) -> Any:
@@ -51,13 +51,14 @@ class Scaled:
     @torch.no_grad()
     def step(self) -> None:
         """One step of the class, scaled by lr."""
-        group = self.param_groups[0]
-        used = [(q, p) for q, p in zip(self.stand_ins, group["params"], strict=True) if p.grad is not None]
+        lr: Any = self.param_groups[0]["lr"]
+        used = [(q, p) for q, p in zip(self.stand_ins, self.params, strict=True) if p.grad is not None]
         for q, p in used:
             q.zero_()
             q.grad = p.grad
         self.inner.step()
-        torch._foreach_add_([p for _, p in used], torch._foreach_mul([q for q, _ in used], group["lr"]))
+        steps = torch._foreach_mul([q for q, _ in used], lr)
+        torch._foreach_add_([p for _, p in used], steps)
 
 
 def scaled(cls: type, params: list[nn.Parameter], lr: float | Tensor, **options: Any) -> Any:

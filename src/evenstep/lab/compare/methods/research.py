@@ -31,7 +31,7 @@ def partly(power: float, centre: float) -> type[PlainSize]:
 
     class Partly(PlainSize):
         def at(self, state: Any, batch: Any, layers: Any) -> Scales:
-            whitened = super(PlainSize, self).at(state, batch, layers)
+            whitened: Any = super(PlainSize, self).at(state, batch, layers)
             mu, alpha, damping = centre * whitened.mu, whitened.alpha**power, layers.group["damping"]
             over, biased = layers.inputs, layers.biased
             beta, constant = plain_size(mu, alpha, whitened.spread, damping, biased=biased, over=over)

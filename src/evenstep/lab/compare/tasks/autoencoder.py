@@ -1,15 +1,18 @@
 """The deep autoencoder of Hinton & Salakhutdinov (2006), on grey images."""
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenstep.lab.data import Arrays
-
 from .images import ImageTask
 from .task import LOSS, Splits, carved
+
+if TYPE_CHECKING:
+    from evenstep.lab.data import Arrays
 
 SIZES = (1024, 1000, 500, 250, 30)
 
@@ -20,7 +23,7 @@ class AutoencoderTask(ImageTask):
 
     metric = LOSS
 
-    def splits(self, arrays: Arrays) -> Splits:
+    def splits(self, arrays: "Arrays") -> Splits:
         """The same tensor as input and target."""
         train, test = (arrays.normalize(x).mean(1).flatten(1) for x in (arrays.train_x, arrays.test_x))
         rest, held = carved(train, train)
@@ -33,13 +36,12 @@ class AutoencoderTask(ImageTask):
 
 def autoencoder(sizes: tuple[int, ...] = SIZES) -> nn.Sequential:
     """Dense layers down to the code and back, tanh between them but at the code; PyTorch's first weights."""
-    down = [(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    down = [(a, b) for a, b in itertools.pairwise(sizes)]
     up = [(b, a) for a, b in reversed(down)]
     layers: list[nn.Module] = []
     for inputs, outputs in [*down, *up]:
         layers += [nn.Linear(inputs, outputs)] + ([nn.Tanh()] if outputs not in (sizes[0], sizes[-1]) else [])
     return nn.Sequential(*layers)
-
 
 
 TASKS = {

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evenstep.lab import data as sets
 from evenstep.lab.usage import UsageError
 
 from .task import Splits, Task, carved
+
+if TYPE_CHECKING:
+    from evenstep.lab.data import Arrays
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ImageTask(Task):
         """Images and labels; a tenth of the training set validates."""
         return self.splits((images(folder, self.kind) if folder else noise(self.kind)).to(device))
 
-    def splits(self, arrays: sets.Arrays) -> Splits:
+    def splits(self, arrays: "Arrays") -> Splits:
         """Training, validation and test images with labels."""
         train = arrays.normalize(arrays.train_x), arrays.train_y
         found: Splits = {"train": train, "test": (arrays.normalize(arrays.test_x), arrays.test_y)}
@@ -43,23 +45,27 @@ class ImageTask(Task):
         return cropped(x, generator) if self.augment else x
 
 
-def images(folder: Path, kind: str) -> sets.Arrays:
+def images(folder: Path, kind: str) -> "Arrays":
     """The image set of that kind in a folder, or in a folder below it."""
-    path = sets.find(folder, kind)
+    from evenstep.lab import data  # needs extras
+
+    path = data.find(folder, kind)
     if path is None:
         wanted = {"cifar": "cifar-10-batches-py", "folder": "Tiny-ImageNet as train/ and val/ with a folder per class"}
         raise UsageError(f"--data {folder}: {wanted[kind]} is not there, nor in a folder below")
-    found = sets.load(path, prefer=(kind, *(k for k in sets.loading.KINDS if k != kind)))
-    assert isinstance(found, sets.Arrays)
+    found = data.load(path, prefer=(kind, *(k for k in data.loading.KINDS if k != kind)))
+    assert isinstance(found, data.Arrays)
     return found
 
 
-def noise(kind: str) -> sets.Arrays:
+def noise(kind: str) -> "Arrays":
     """Random images in the shape of the set."""
+    from evenstep.lab.data import Arrays
+
     generator, classes = torch.Generator().manual_seed(0), 10 if kind == "cifar" else 200
     x = torch.randint(256, (96, 3, 32, 32), generator=generator, dtype=torch.uint8)
     y = torch.randint(classes, (96,), generator=generator)
-    return sets.Arrays(x[:64], y[:64], x[64:], y[64:], "noise", tuple(map(str, range(classes))))
+    return Arrays(x[:64], y[:64], x[64:], y[64:], "noise", tuple(map(str, range(classes))))
 
 
 def cropped(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tasks that EvenStep's rule was designed on. They have no validation split: not for the race, but for single jobs."""
+"""The tasks that EvenStep's rule was designed on. For single jobs: none has a validation split."""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
 """ResNet-20 for CIFAR-10 (He et al. 2016, §4.2), with batch norm and without."""
 
+import itertools
 from functools import partial
 
 import torch
@@ -36,7 +37,7 @@ class Block(nn.Module):
 def resnet20(norm: bool, width: int = 16) -> nn.Sequential:
     """Nine blocks of 1, 2 and 4 times `width` channels; He's weights."""
     sizes = [width] * 4 + [2 * width] * 3 + [4 * width] * 3
-    blocks = [Block(inputs, outputs, norm) for inputs, outputs in zip(sizes, sizes[1:], strict=False)]
+    blocks = [Block(inputs, outputs, norm) for inputs, outputs in itertools.pairwise(sizes)]
     first = [nn.Conv2d(3, width, 3, padding=1, bias=not norm), *([nn.BatchNorm2d(width)] if norm else []), nn.ReLU()]
     model = nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
     for layer in model.modules():

@@ -1,15 +1,18 @@
 """An MLP on a table with unnormalized columns: hand-made statistics of images, each in its own unit."""
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from evenstep.lab.data import Arrays
-
 from .images import ImageTask
 from .task import Splits, carved
+
+if TYPE_CHECKING:
+    from evenstep.lab.data import Arrays
 
 COLUMNS = 89
 
@@ -18,7 +21,7 @@ COLUMNS = 89
 class TableTask(ImageTask):
     """The class of an image from statistics of its pixels, which are not scaled: from 0.1 to 10,000."""
 
-    def splits(self, arrays: Arrays) -> Splits:
+    def splits(self, arrays: "Arrays") -> Splits:
         """Columns and labels."""
         train, test = (torch.cat([columns(x) for x in part.split(2000)]) for part in (arrays.train_x, arrays.test_x))
         rest, held = carved(train, arrays.train_y)
@@ -29,7 +32,7 @@ def columns(images: Tensor) -> Tensor:
     """Statistics of images [N, 3, 32, 32] in bytes, as an engineer of features would take them.
 
     Per channel the mean, variance, skewness, least and greatest value, and the mean square of differences; correlations
-    of channels; of the grey image 16 blocks, a histogram of 16 bins, its entropy, and gradients by direction and quadrant.
+    of channels; of the grey image 16 blocks, a histogram, its entropy, and gradients by direction and quadrant.
     """
     x = images.float()
     flat = x.flatten(2)
@@ -62,7 +65,7 @@ def directions(grey: Tensor) -> Tensor:
 def mlp(width: int = 256, depth: int = 3) -> nn.Sequential:
     """Dense layers with ReLUs; PyTorch's first weights."""
     sizes = [COLUMNS, *[width] * depth]
-    hidden = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 

@@ -61,8 +61,8 @@ class Task:
 
     def tiny(self) -> "Task":
         """The same task with a small network, small batches and few steps, to see that a method runs."""
-        more = {"normalized": self.small} if self.normalized is not None else {}
-        return replace(self, build=self.small, steps=4, batch=8, warm_up=min(1, self.warm_up), **more)
+        normalized = None if self.normalized is None else self.small
+        return replace(self, build=self.small, steps=4, batch=8, warm_up=min(1, self.warm_up), normalized=normalized)
 
     @property
     def source(self) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +40,7 @@ class TextTask(Task):
         path = folder / TEXT if folder else Path(__file__)
         if not path.is_file():
             raise UsageError(f"--data {folder}: {TEXT} is not there")
-        content = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).to(device)
+        content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).to(device)
         if folder is None:
             content = content.repeat(4)  # so that a fiftieth has a few windows
         cuts = {name: [len(content) * k // 50 for k in ends] for name, ends in FIFTIETHS.items()}
