@@ -40,7 +40,7 @@ def smoke(text, phase="single"):
 
 
 def test_the_race_has_twelve_tasks():
-    assert len(RACE) == 12 and all(task.validated and task.text for task in RACE.values())
+    assert len(RACE) == 12 and all(task.validated for task in RACE.values())
 
 
 @pytest.mark.parametrize("name", TASKS)

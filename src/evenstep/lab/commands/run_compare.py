@@ -41,7 +41,7 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Run what is asked for, or what is missing; or make the page. The exit code."""
+    """Run what is asked for, or what is missing; or make the page. The exit code, 3 if jobs are left."""
     if options.table:
         return tabulated(options)
     jobs, pairs = wanted(options)
@@ -58,12 +58,9 @@ def main(options: Options) -> int:
     if options.smoke and device.type == "cpu":
         torch.set_num_threads(1)  # tiny networks take longer on several
     runner = Runner(options.out, data, device, limit, at_once, options.steps, options.smoke, say)
-    if jobs:
-        single(runner, jobs)
-        return 0
-    left = race(runner, pairs, options.phases, options.retry)
+    left = single(runner, jobs) if jobs else race(runner, pairs, options.phases, options.retry)
     say(f"{left} jobs are left: run the same command again" if left else f"nothing is left; records: {options.out}")
-    return 0
+    return 3 if left else 0
 
 
 def say(text: str) -> None:

@@ -122,14 +122,13 @@ def installed(methods: Sequence[str]) -> None:
             raise UsageError(f"{method}: {error}, or leave it out with --methods") from error
 
 
-def single(runner: Runner, jobs: Sequence[Job]) -> None:
-    """Run the jobs that the file has no result of."""
+def single(runner: Runner, jobs: Sequence[Job]) -> int:
+    """Run the jobs that the file has no result of; how many are left."""
     installed([job.method for job in jobs])
     known = {identity(r) for r in runner.known() if "error" not in r["metrics"]}
     left = [job for job in jobs if identity({"config": runner.config(job), "seed": job.seed}) not in known]
     runner.say(f"{len(left)} jobs on {records.device_name(runner.device)}; {len(jobs) - len(left)} are done")
-    if (missing := len(left) - runner.done(left)) > 0:
-        runner.say(f"{missing} jobs are left: run the same command again")
+    return len(left) - runner.done(left)
 
 
 def race(runner: Runner, pairs: Sequence[protocol.Pair], phases: Sequence[str], retry: bool) -> int:

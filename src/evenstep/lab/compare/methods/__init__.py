@@ -44,7 +44,6 @@ METHODS: dict[str, Method] = {
         whole_model("pytorch_optimizer", "SOAP"),
         3e-3,
         capture=Capture.BACKWARD,
-        authors=("weight_decay=0.01", 3e-3),
         packages=POP,
         label="SOAP",
     ),

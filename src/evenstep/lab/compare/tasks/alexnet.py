@@ -16,7 +16,5 @@ TASKS = {
         small=partial(build, width=4),
         normalized=partial(build, batch_norm=True),
         kind="folder",
-        text="5 convolutions of 48 to 288 channels, 3 dense layers, He's weights; Tiny-ImageNet-32 (200 classes) "
-        "with crops and flips, 3 epochs of 128",
     )
 }

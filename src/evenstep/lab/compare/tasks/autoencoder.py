@@ -51,6 +51,5 @@ TASKS = {
         batch=128,
         small=partial(autoencoder, (1024, 8, 4)),
         augment=False,
-        text="1024-1000-500-250-30 and back, tanh, PyTorch's weights; grey CIFAR-10 as it is, 1,500 steps of 128",
     )
 }

@@ -15,6 +15,5 @@ TASKS = {
         augment=False,
         normalized=partial(paper_cnn, batch_norm=True),
         seen="this network",
-        text="the paper's CNN, PyTorch's weights; CIFAR-10 as it is, 6 epochs of 64",
     )
 }

@@ -48,7 +48,5 @@ TASKS = {
         small=partial(ConvNeXt, 8, (1, 1)),
         warm_up=176,
         mixed=True,
-        text="six ConvNeXt blocks of 64 and 128 channels, weights N(0, 0.02²); CIFAR-10 with crops and flips, "
-        "5 epochs of 128, half of one as warm-up; bfloat16",
     )
 }

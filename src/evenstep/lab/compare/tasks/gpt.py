@@ -26,12 +26,8 @@ class GPT(nn.Module):
 
 def task(width: int, depth: int, steps: int, seen: str) -> TextTask:
     """A tenth of the steps is warm-up."""
-    small = partial(GPT, 24, 1, 16)
-    text = f"byte GPT, {depth} layers of {width}; Python source, {steps} steps of 64 x 256 bytes, a tenth of them "
-    build = partial(GPT, width, depth, 256)
-    return TextTask(
-        build, steps, 64, small, warm_up=steps // 10, mixed=True, seen=seen, text=text + "warm-up; bfloat16"
-    )
+    build, small = partial(GPT, width, depth, 256), partial(GPT, 24, 1, 16)
+    return TextTask(build, steps, 64, small, warm_up=steps // 10, mixed=True, seen=seen)
 
 
 TASKS = {

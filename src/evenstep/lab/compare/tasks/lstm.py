@@ -29,6 +29,5 @@ TASKS = {
         warm_up=100,
         context=128,
         windows=512,
-        text="byte LSTM, 2 layers of 384; Python source, 1,000 steps of 64 x 128 bytes, 100 of warm-up",
     )
 }

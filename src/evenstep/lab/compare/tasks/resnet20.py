@@ -51,10 +51,8 @@ def resnet20(norm: bool, width: int = 16) -> nn.Sequential:
 
 def task(norm: bool) -> ImageTask:
     """Five epochs of CIFAR-10 with crops and flips."""
-    what = "ResNet-20 with batch norm" if norm else "ResNet-20 without norms, He's weights"
-    text = f"{what}; CIFAR-10 with crops and flips, 5 epochs of 128"
-    small = partial(resnet20, norm, width=4)
-    return ImageTask(partial(resnet20, norm), 5 * 351, 128, small, seen="a net like it", text=text)
+    build, small = partial(resnet20, norm), partial(resnet20, norm, width=4)
+    return ImageTask(build, 5 * 351, 128, small, seen="a net like it")
 
 
 TASKS = {"resnet20": task(norm=False), "resnet20-bn": task(norm=True)}

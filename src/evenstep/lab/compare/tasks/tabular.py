@@ -76,7 +76,5 @@ TASKS = {
         batch=256,
         small=partial(mlp, 8, 2),
         augment=False,
-        text=f"MLP, 3 layers of 256, PyTorch's weights; {COLUMNS} unscaled statistics of CIFAR-10's images, "
-        "2,000 steps of 256",
     )
 }

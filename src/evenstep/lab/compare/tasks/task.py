@@ -36,7 +36,6 @@ class Task:
     mixed: bool = False
     normalized: Build | None = None
     seen: str = ""
-    text: str = ""
     validated: bool = True
     metric: ClassVar[str] = ACCURACY
 

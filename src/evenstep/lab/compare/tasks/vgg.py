@@ -14,6 +14,5 @@ TASKS = {
         small=partial(vgg11, width=4),
         normalized=partial(vgg11, batch_norm=True),
         seen="a net like it",
-        text="VGG-11 without batch norm, He's weights; CIFAR-10 with crops and flips, 5 epochs of 128",
     )
 }

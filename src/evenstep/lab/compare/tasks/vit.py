@@ -38,7 +38,5 @@ TASKS = {
         warm_up=351,
         mixed=True,
         seen="this network",
-        text="6 layers of 192, patches of 4 x 4; CIFAR-10 with crops and flips, 10 epochs of 128, one of warm-up; "
-        "bfloat16",
     )
 }
