@@ -30,6 +30,7 @@ def metrics(task, value, first=5.0, last=1.0, **more):
 def record(job, found):
     """The record of a job of the race."""
     config = {"compare": 1, "phase": job.phase, "task": job.task, "method": job.method, "lr": job.lr}
+    config["steps"] = TASKS[job.task].steps
     machine = {"device": "a device"}
     return {"config": config, "seed": job.seed, "metrics": found, "environment": machine, "commit": "c0ffee"}
 
@@ -117,6 +118,26 @@ def test_a_method_that_cannot_run_a_task_is_left_there():
     assert own.error == "ValueError: no" and not own.missing()
     tried = [r for r in found if (r["config"]["task"], r["config"]["method"]) == ("lstm", "muon")]
     assert len(tried) == 6  # the first five, and the timing that was asked for with them
+
+
+def test_options_make_another_method():
+    pair, other = ("vgg", "adamw"), ("vgg", "adamw,beta2=0.999")
+    found = raced(valley, [other])
+    results = protocol.results(found, [pair, other])
+    assert not results[pair].grid and not results[pair].judged and len(results[other].grid) == 5
+
+
+def test_records_of_a_task_that_has_changed_do_not_count():
+    found = raced(valley, [("vgg", "adamw")])
+    for r in found:
+        r["config"]["steps"] += 1
+    assert len(protocol.results(found, [("vgg", "adamw")])["vgg", "adamw"].missing()) == 5 + 3
+
+
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_a_page_can_be_made_before_the_race_is_over(tmp_path, count):
+    found = raced(valley)[:count]
+    assert "## Held out" in page.write(tmp_path / "c.md", found, []).read_text()
 
 
 def test_methods_run_on_their_tasks_unless_both_are_named():

@@ -65,11 +65,15 @@ def identity(record: Record) -> str:
 
 
 def of_race(found: Iterable[Record]) -> dict[Job, dict[str, Any]]:
-    """The metrics of each job of the race in the records; of a job that was run twice, the later one's."""
+    """The metrics of each job of the race in the records; of a job that was run twice, the later one's.
+
+    Records of a task that has changed its number of steps since do not count.
+    """
     rows = {}
     for record in found:
         config = record["config"]
-        if config.get("compare") == PROTOCOL:
+        task = TASKS.get(config.get("task", ""))
+        if config.get("compare") == PROTOCOL and task and config["steps"] in (task.steps, task.tiny().steps):
             job = Job(config["task"], config["method"], config["lr"], record["seed"], config["phase"])
             rows[job] = record["metrics"]
     return rows

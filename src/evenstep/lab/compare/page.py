@@ -1,7 +1,7 @@
 """The verdict page, made from records alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from .formatting import NOTHING, difference, number, scale, spread, table
 from .jobs import of_race
 from .methods import METHODS
 from .protocol import FACTOR, JUDGING, Pair, results
-from .scores import mean, verdict
+from .scores import verdict
 from .tasks import RACE
 from .verdicts import DEFAULT, Verdicts
 
@@ -53,7 +53,7 @@ def text(found: Verdicts, records: Sequence[dict[str, Any]], files: Sequence[Pat
         ahead(found, [name for name in AHEAD if name in found.methods]),
         f"`{made}`",
     ]
-    if others := [name for name in found.methods if name not in found.common and name != DEFAULT]:
+    if others := [name for name in found.tuned if name not in found.common]:
         tasks = [task for task in found.tasks if any((task, name) in found.results for name in others)]
         parts += ["Methods that run on some tasks:", held_out(found, others, tasks), f"`{made}`"]
     if rows := own_settings(found):
@@ -125,32 +125,36 @@ def title(task: str) -> str:
     return task + (" *" if seen.startswith("this") else " °" if seen else "") + ("" if RACE[task].higher else " ↓")
 
 
-def held_out(found: Verdicts, methods: Sequence[str], tasks: Sequence[str] = ()) -> str:
-    """Tasks x methods; the best of a row in bold."""
-    rows = []
-    for task in tasks or found.tasks:
-        values = {name: list(found.values(task, name).values()) for name in methods}
-        whole = {name: mean(v) for name, v in values.items() if v and all(map(math.isfinite, v))}
-        best = (max if RACE[task].higher else min)(whole.values(), default=None)
-        cells = []
-        for name in methods:
-            shown = "failed" if (task, name) in found.errors else spread(values[name], RACE[task].higher)
-            cells.append(f"**{shown}**" if name in whole and whole[name] == best else shown)
-        rows.append([title(task), *cells])
+Cell = Callable[[str, str], str]
+
+
+def by_task(methods: Sequence[str], tasks: Sequence[str], cell: Cell) -> str:
+    """Tasks x methods."""
+    rows = [[title(task), *(cell(task, name) for name in methods)] for task in tasks]
     return table(["task", *map(label, methods)], rows)
+
+
+def held_out(found: Verdicts, methods: Sequence[str], tasks: Sequence[str] = ()) -> str:
+    """The test metric; the best of a row in bold."""
+
+    def cell(task: str, name: str) -> str:
+        if (task, name) in found.errors:
+            return "failed"
+        shown = spread(list(found.values(task, name).values()), RACE[task].higher)
+        return f"**{shown}**" if name == found.best_of_row(task, methods) else shown
+
+    return by_task(methods, tasks or found.tasks, cell)
 
 
 def ahead(found: Verdicts, rivals: Sequence[str]) -> str:
     """Paired differences of EvenStep at its default to tuned rivals."""
-    rows = []
-    for task in found.tasks:
-        cells = []
-        for name in rivals:
-            value, error, _ = found.ahead(task, DEFAULT, name)
-            shown = difference(value, error, RACE[task].higher)
-            cells.append(f"**{shown}**" if verdict(value, error) == "ahead" else shown)
-        rows.append([title(task), *cells])
-    return table(["task", *map(label, rivals)], rows)
+
+    def cell(task: str, name: str) -> str:
+        value, error, _ = found.ahead(task, DEFAULT, name)
+        shown = difference(value, error, RACE[task].higher)
+        return f"**{shown}**" if verdict(value, error) == "ahead" else shown
+
+    return by_task(rivals, found.tasks, cell)
 
 
 def own_settings(found: Verdicts) -> list[list[str]]:
@@ -166,23 +170,19 @@ def own_settings(found: Verdicts) -> list[list[str]]:
 
 
 def widths(found: Verdicts) -> str:
-    """Tasks x methods: decades within 5 % and 1 % of the best."""
-    methods = [name for name in found.methods if name != DEFAULT]
-    rows = []
-    for task in found.tasks:
-        cells = []
-        for name in methods:
-            five, one = (found.width(task, name, tolerance) for tolerance in (0.05, 0.01))
-            shown = f"{'>' * five.open}{five.decades:.2f} ({one.decades:.2f})" if five and one else NOTHING
-            cells.append(shown)
-        rows.append([title(task), *cells])
-    return table(["task", *map(label, methods)], rows)
+    """Decades within 5 % and 1 % of the best."""
+
+    def cell(task: str, name: str) -> str:
+        five, one = (found.width(task, name, tolerance) for tolerance in (0.05, 0.01))
+        return f"{'>' * five.open}{five.decades:.2f} ({one.decades:.2f})" if five and one else NOTHING
+
+    return by_task(found.tuned, found.tasks, cell)
 
 
 def ease(found: Verdicts) -> str:
     """Methods with what tuning them takes."""
     rows = []
-    for name in (n for n in found.methods if n != DEFAULT):
+    for name in found.tuned:
         near, (lost, runs) = found.near_best(name), found.divergence(name)
         best_of = [number(found.best_of(name, k)) for k in (1, 2, 4)]
         rows.append([label(name), f"{sum(near)} of {len(near)}", f"{lost} of {runs}", *best_of])
@@ -204,27 +204,24 @@ def seconds(found: Verdicts) -> str:
 
 
 def costs(found: Verdicts) -> str:
-    """Tasks x methods: milliseconds of a step, and memory."""
-    methods = [name for name in found.methods if name != DEFAULT]
-    rows = []
-    for task in found.tasks:
-        cells = []
-        for name in methods:
-            own = found.results.get((task, name))
-            measured = own.timed if own else {}
-            memory = f" ({measured['memory'] / 2**20:.0f})" if measured.get("memory") else ""
-            per_step = measured.get("seconds_per_step")
-            cells.append(number(1000 * per_step) + memory if per_step else NOTHING)
-        rows.append([title(task), *cells])
-    return table(["task", *map(label, methods)], rows)
+    """Milliseconds of a step, and memory."""
+
+    def cell(task: str, name: str) -> str:
+        own = found.results.get((task, name))
+        measured = own.timed if own else {}
+        memory = f" ({measured['memory'] / 2**20:.0f})" if measured.get("memory") else ""
+        per_step = measured.get("seconds_per_step")
+        return number(1000 * per_step) + memory if per_step else NOTHING
+
+    return by_task(found.tuned, found.tasks, cell)
 
 
 def losses(found: Verdicts) -> str:
     """Tuned rivals that are ahead of EvenStep at its default by more than a standard error."""
     lines = []
     for task in found.tasks:
-        for name in found.methods:
-            if name in METHODS and METHODS[name].rival:
+        for name in found.tuned:
+            if METHODS[name].rival:
                 value, error, _ = found.ahead(task, DEFAULT, name)
                 if verdict(value, error) == "behind":
                     lines.append(f"- {title(task)}: {label(name)}, by {difference(-value, error, RACE[task].higher)}")

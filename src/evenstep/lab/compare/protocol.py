@@ -114,10 +114,13 @@ class Results:
 
 
 def results(records: Iterable[dict[str, Any]], pairs: Sequence[Pair]) -> dict[Pair, Results]:
-    """The results of each pair; an authors' setting belongs to the method whose name it begins with."""
+    """The results of each pair; an authors' setting belongs to the method whose options it sets."""
     found = {pair: Results(*pair) for pair in pairs}
+    theirs = {(own.task, *setting): own for own in found.values() for setting in own.settings()}
     for job, metrics in of_race(records).items():
-        own = found.get((job.task, job.method)) or found.get((job.task, job.method.partition(",")[0]))
+        own = found.get((job.task, job.method))
+        if own is None and job.phase == JUDGED:
+            own = theirs.get((job.task, job.method, job.lr))
         if own is None:
             continue
         if job.phase == GRID:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from evenstep.lab.summary import expected_best
@@ -26,7 +26,8 @@ class Verdicts:
         self.results = results
         self.tasks = list(dict.fromkeys(task for task, _ in results))
         named = list(dict.fromkeys(method for _, method in results))
-        self.methods = ([DEFAULT] if OURS in named else []) + sorted(named, key=list(METHODS).index)
+        self.tuned = sorted(named, key=list(METHODS).index)
+        self.methods = ([DEFAULT] if OURS in named else []) + self.tuned
         self.errors = {pair: own.error for pair, own in results.items() if own.error is not None}
 
     @cached_property
@@ -51,6 +52,13 @@ class Verdicts:
         own, lr = self.own(task, name), self.lr(task, name)
         return own.seeds(own.method, lr) if own and lr is not None else {}
 
+    def best_of_row(self, task: str, methods: Sequence[str]) -> str | None:
+        """The method with the best mean on a task, of those that ended well at every seed."""
+        sign = -1 if RACE[task].higher else 1
+        means = {name: sign * mean(values.values()) for name in methods if (values := self.values(task, name))}
+        fine = {name: m for name, m in means.items() if math.isfinite(m) and m != 0}
+        return min(fine, key=lambda name: fine[name], default=None)
+
     def ahead(self, task: str, ours: str, theirs: str) -> tuple[float, float, int]:
         """By how much one column is better than another, paired by seed."""
         sign = 1 if RACE[task].higher else -1
@@ -66,7 +74,7 @@ class Verdicts:
         """For each task, whether tuned EvenStep is first or within one standard error of the first."""
         found = []
         for task in self.tasks:
-            names = [name for name in self.methods if name not in (OURS, DEFAULT) and self.values(task, name)]
+            names = [name for name in self.tuned if name != OURS and self.values(task, name)]
             if self.values(task, OURS) and names:
                 rivals = [self.ahead(task, OURS, name) for name in names]
                 found.append(all(value >= 0 or value >= -error for value, error, _ in rivals))
@@ -92,7 +100,7 @@ class Verdicts:
         """For each task, whether EvenStep is wider within 5 % than every rival."""
         found = []
         for task in self.tasks:
-            ours, rivals = self.width(task, OURS, 0.05), [n for n in self.methods if n in METHODS and METHODS[n].rival]
+            ours, rivals = self.width(task, OURS, 0.05), [name for name in self.tuned if METHODS[name].rival]
             theirs = [w.decades for name in rivals if (w := self.width(task, name, 0.05))]
             if ours and theirs:
                 found.append(ours.decades > max(theirs))
