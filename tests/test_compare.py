@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenstep.lab import cli
 from evenstep.lab.compare import job_tables, page, protocol, scores
-from evenstep.lab.compare.jobs import GRID, JUDGED, TIMED
+from evenstep.lab.compare.jobs import GRID, JUDGED, TIMED, Job
 from evenstep.lab.compare.methods import METHODS
+from evenstep.lab.compare.running import Runner
 from evenstep.lab.compare.tasks import RACE, TASKS
 
 OURS = METHODS["evenstep"].lr
@@ -331,6 +333,23 @@ def test_a_race_goes_on_where_its_budget_ended(capsys, tmp_path):
     assert run(*options) == 0 and len(out.read_text().splitlines()) == len(lines)
     assert run(*options) == 0 and len(out.read_text().splitlines()) == len(lines)
     assert "measure nothing" in fails(capsys, "--table", out)
+
+
+def test_jobs_that_the_budget_cuts_off_are_left(tmp_path):
+    said = []
+    runner = Runner(tmp_path / "x.jsonl", None, torch.device("cpu"), math.inf, smoke=True, say=said.append)
+    jobs = [Job("autoencoder", "adamw", 0.001, seed) for seed in range(4)]
+    clock = itertools.count()
+
+    def elapsed(self):
+        return float(next(clock))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "elapsed", property(elapsed))
+        runner.budget = 18.0
+        ended = runner.done(jobs, at_once=1)
+    assert 0 < ended < 4 and len((tmp_path / "x.jsonl").read_text().splitlines()) == ended
+    assert any("not done within the budget" in text for text in said)
 
 
 def test_single_jobs_are_not_run_twice(capsys, tmp_path):

@@ -20,7 +20,7 @@ from .methods.method import Capture
 from .methods.packages import MissingRivals, package
 from .tasks import TASKS
 from .tasks.task import Splits, Task
-from .training import Metrics, guarded, load
+from .training import Metrics, guarded
 
 AT_ONCE = 12
 Say = Callable[[str], None]
@@ -41,7 +41,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.begin = time.perf_counter()
-        self.loaded: dict[str, Splits] = {}
+        self.loaded: dict[Any, Splits] = {}
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
     @property
@@ -68,13 +68,12 @@ class Runner:
 
     def done(self, jobs: Sequence[Job], at_once: int | None = None) -> int:
         """Run jobs, append a record of each as it ends, and return how many ended."""
-        ended, known = 0, self.known()
-        works = self._works(jobs, known)
-        for ended, (job, found) in enumerate(round_robin(works, self.device, at_once or self.at_once), 1):
+        ended = 0
+        for job, found in round_robin(self._works(jobs, self.known()), self.device, at_once or self.at_once):
             if "skipped" in found:
-                ended -= 1
                 self.say(f"{job}: {found['skipped']}")
                 continue
+            ended += 1
             records.append(self.out, records.make(self.config(job), job.seed, found, self.device))
             shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in brief(found).items())
             self.say(f"[{ended}/{len(jobs)}, {self.elapsed:.0f} s] {job} {shown}")
@@ -87,13 +86,19 @@ class Runner:
             config, seconds = record["config"], record["metrics"].get("seconds") or 0.0
             for key in (config.get("task"), (config.get("task"), config.get("method"))):
                 took[key] = max(took.get(key, 0.0), seconds)
-        new = {job.task: self.task(job.task) for job in jobs if job.task not in self.loaded}
-        self.loaded |= load(new, self.data, self.device)  # before there are streams
         for job in jobs:
             known_time = took.get((job.task, job.method), took.get(job.task, 0.0))
             if self.elapsed + (0 if job.phase == TIMED else known_time) < self.budget:
                 task = self.task(job.task)
-                yield self._within(job, guarded(job, task, self.loaded[job.task], self.device, self.steps))
+                yield self._within(job, guarded(job, task, self._loaded(task), self.device, self.steps))
+
+    def _loaded(self, task: Task) -> Splits:
+        """The data of a task, read when the first one that shares them begins."""
+        if task.source not in self.loaded:
+            self.loaded[task.source] = task.load(self.data, self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # streams of trainings are not ordered after this one
+        return self.loaded[task.source]
 
     def _within(self, job: Job, work: Work[tuple[Job, Metrics]]) -> Work[tuple[Job, Metrics]]:
         """The work, given up at the end of the budget."""

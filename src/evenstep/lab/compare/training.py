@@ -3,7 +3,6 @@
 import gc
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,12 +208,3 @@ def guarded(
             message = f"{type(error).__name__}: {error}"[:400]
             notes = {"error" if way is list(ways)[-1] else "capture_error": message}
     return job, notes
-
-
-def load(tasks: dict[str, Task], folder: Path | None, device: torch.device) -> dict[str, Splits]:
-    """The data of each task, read once for all tasks that share it."""
-    kinds: dict[Any, Splits] = {}
-    for task in tasks.values():
-        if task.source not in kinds:
-            kinds[task.source] = task.load(folder, device)
-    return {name: kinds[task.source] for name, task in tasks.items()}
