@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch.testing import assert_close
 from evenstep.lab.compare import training
 from evenstep.lab.compare.jobs import GRID, JUDGED, TIMED, Job, config, parse_job
 from evenstep.lab.compare.methods import METHODS, VARIANTS, packages, parse
+from evenstep.lab.compare.methods.method import Capture
 from evenstep.lab.compare.tasks import RACE, TASKS
 from evenstep.lab.compare.tasks.tabular import columns
 from evenstep.lab.compare.tasks.task import carved
 from evenstep.lab.compare.tasks.text import TextTask
+from evenstep.lab.parallel_trials import round_robin
 
 CPU = torch.device("cpu")
 installed = pytest.mark.skipif(not (packages.RIVALS / "singd").is_dir(), reason="needs rivals' packages: make rivals")
@@ -301,3 +304,20 @@ def test_averaged_weights_are_what_is_measured():
     moving = task.held_out(trained.predict, trained.data["test"]).item()
     assert held != moving
     assert_close([p.detach() for p in trained.model.parameters()], weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["evenstep", "unitstep", "adamw", "sgd", "muon", "normuon", "whitened-adamw"])
+@pytest.mark.parametrize("name", RACE)
+def test_steps_are_captured_and_learn_what_eager_ones_do(name, method):
+    if method == "normuon" and not (packages.RIVALS / "pytorch_optimizer").is_dir():
+        pytest.skip("needs rivals' packages: make rivals")
+    if method == "muon" and name.startswith("resnet20"):
+        pytest.skip("no hidden matrix but the head")
+    device, job = torch.device("cuda"), parse_job(f"{name}:{method}:default:0")
+    task = replace(RACE[name].tiny(), steps=8)
+    data = task.load(None, device)
+    ((_, found),) = round_robin([training.guarded(job, task, data, device)], device)
+    assert found["run"] == "captured", found
+    eager = finished(training.train(job, task, data, device, None, Capture.BACKWARD))
+    assert found["training_loss"] == pytest.approx(eager["training_loss"], rel=0.02)

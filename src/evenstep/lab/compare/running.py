@@ -42,7 +42,8 @@ class Runner:
     def __post_init__(self) -> None:
         self.begin = time.perf_counter()
         self.loaded: dict[Any, Splits] = {}
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
     @property
     def elapsed(self) -> float:

@@ -151,7 +151,7 @@ def kron(model: nn.Module, lr: float | Tensor, options: dict[str, Any]) -> list[
     """PSGD-Kron, whose einsums of three matrices take gigabytes unless opt_einsum orders them."""
     known = torch.backends.opt_einsum.get_opt_einsum.__globals__  # torch looks for it at its own import alone
     known.update(_opt_einsum=package("opt_einsum"), enabled=True, strategy="auto")
-    known["is_available"].cache_clear()
+    getattr(known["is_available"], "cache_clear", lambda: None)()
     return whole_model("pytorch_optimizer", "Kron")(model, lr, options)
 
 
