@@ -83,6 +83,8 @@ def text(found: Verdicts, records: Sequence[dict[str, Any]], files: Sequence[Pat
         costs(found),
         f"`{made}`",
         "## Where EvenStep loses",
+        "Tuned rivals that are ahead of `EvenStep` at its default by more than one standard error. "
+        "[research-log.md](research-log.md) has what is known of the reasons.",
         losses(found),
     ]
     if found.errors:
@@ -225,7 +227,7 @@ def losses(found: Verdicts) -> str:
                 value, error, _ = found.ahead(task, DEFAULT, name)
                 if verdict(value, error) == "behind":
                     lines.append(f"- {title(task)}: {label(name)}, by {difference(-value, error, RACE[task].higher)}")
-    return "\n".join(lines) or "Against no rival that was judged on three seeds by more than a standard error."
+    return "\n".join(lines) or "None."
 
 
 def draw(found: Verdicts, path: Path) -> None:
