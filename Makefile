@@ -49,7 +49,7 @@ compatibility-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m "feature and gpu" -o addopts="" --strict-markers tests/test_graphs.py --features results/compatibility/gpu.json
 	$(BIN)/python scripts/compatibility.py
 
-# rival optimizers for `python scripts/study`, in a folder that can be carried to a machine without network
+# rival optimizers for `evenstep compare`, in a folder that can be carried to a machine without network
 rivals: .rivals/.installed
 
 .rivals/.installed: scripts/rivals.txt | $(BIN)/python

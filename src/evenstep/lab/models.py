@@ -45,6 +45,20 @@ def alexnet(channels: int = 3, batch_norm: bool = False, width: int = 48, classe
     return model
 
 
+def vgg11(channels: int = 3, batch_norm: bool = False, width: int = 64, classes: int = 10) -> nn.Sequential:
+    """VGG-11 (configuration A) for 32x32 images: eight 3x3 convolutions and three dense layers, He's weights.
+
+    The convolutions have 1, 2, 4, 4, 8, 8, 8, 8 times `width` channels, the dense layers 8 times `width` units (the
+    original has 4,096).
+    """
+    w = width
+    sizes = [w, None, 2 * w, None, 4 * w, 4 * w, None, 8 * w, 8 * w, None, 8 * w, 8 * w, None]
+    layers = [None if size is None else (size, 3, 1) for size in sizes]
+    model = _network(channels, batch_norm, layers, 1, (8 * w, 8 * w), classes)
+    _he_init(model)
+    return model
+
+
 class L2Term(nn.Module):
     """½·l2·Σw² over the weights of all Linear and Conv2d (not biases), as a term of the training loss (§4.2).
 
@@ -144,5 +158,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "paper_cnn": paper_cnn,
     "deep_net": deep_net,
     "alexnet": alexnet,
+    "vgg11": vgg11,
     "transformer": CharTransformer,
 }

@@ -11,4 +11,5 @@ COMMANDS = {
     "report": "run_report",
     "doctor": "run_doctor",
     "bench": "run_bench",
+    "compare": "run_compare",
 }
