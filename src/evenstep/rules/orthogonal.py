@@ -149,7 +149,7 @@ def squares_of_groups(blocks: Sequence[Any], dtype: torch.dtype) -> Sequence[Ten
     found = []
     for block in blocks:
         rows = torch.linalg.vector_norm(block.matrix(block.local(block.weight).detach()), dim=1, dtype=dtype).square()
-        biases = [block.local(b).detach().to(dtype).square() for b in block.biases]
+        biases = [block.local(b).detach().flatten().to(dtype).square() for b in block.biases]
         both = torch.stack([rows, torch.stack(biases).sum(0) if biases else torch.zeros_like(rows)])
         found.append(both.new_zeros(2, block.groups).index_add_(1, block.group_of_rows(), both))
     total = dtensor.reduced(torch.cat(found, 1), dtensor.groups_along(blocks[0].weight, rows=True))

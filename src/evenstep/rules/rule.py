@@ -268,7 +268,7 @@ def shrink(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     for block, factor in pairs:
         for b in block.biases:
             weights.append(dtensor.local(b).detach())
-            each.append(factor[block.group_of_rows()])
+            each.append(factor[block.group_of_rows()].view(weights[-1].shape))
         weights.append(dtensor.local(block.weight).detach())
         if block.groups > 1:  # one for each row of the matrix, in the layout of the weight
             rows = factor[block.group_of_rows()]

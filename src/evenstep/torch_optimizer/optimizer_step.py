@@ -1,6 +1,7 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -179,15 +180,15 @@ class CoordinateOptimizer(ModelOptimizer):
 
     def _direct(self, plan: Plan, ok: Tensor | None) -> None:
         """Let each rule turn the gradients on v of all its blocks into directions."""
-
-        def work(mask: Tensor | None) -> None:
-            for rule, steps in plan.steps_of():
-                rule.direct([step for step in steps if step.needs_direction], mask, self._ranks)
-
         if plan.replay is None or self._ranks is not None:  # ranks exchange something
-            work(ok)
+            self._direct_eagerly(plan, ok)
         else:
-            plan.replay([address for step in plan.steps for address in step.held_addresses()], ok, work)
+            addresses = [address for step in plan.steps for address in step.held_addresses()]
+            plan.replay(addresses, ok, partial(self._direct_eagerly, plan))
+
+    def _direct_eagerly(self, plan: Plan, ok: Tensor | None) -> None:
+        for rule, steps in plan.steps_of():
+            rule.direct([step for step in steps if step.needs_direction], ok, self._ranks)
 
     def _divisor(self) -> Tensor | None:
         """What gradients are divided by to be those of a mean loss; None for 1."""

@@ -15,7 +15,6 @@ from evenstep.rules.orthogonal import OrthogonalRule
 from .method import Method
 from .ours import ours
 
-
 # minimax from 0.005 in three steps (0.5 to 1.5), and from 0.003 in four (0.8 to 1.2)
 STEEP = ((8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978))
 FOUR = ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695), (3.5056, -2.6267, 0.5257), (2.4901, -1.8343, 0.4368))
