@@ -394,13 +394,21 @@ def assert_matrix_kernels_agree(device):
         x = torch.randn(batch, rows, columns, device=device).to(dtype)
         exact, lines = x.double(), max(rows, columns) - 1
         assert_close(
-            polar.polar(x, [polar.MUON], matrices.polynomial).double(), polar.polar(exact, [polar.MUON]), **close
+            polar.polar(x, [polar.MUON], matrices.inverse_norm, matrices.polynomial).double(),
+            polar.polar(exact, [polar.MUON]),
+            **close,
         )
         by_row, scale = rows >= columns, torch.rand(batch, columns - 1, device=device)
         for own in (None, scale):
             found = matrices.line_sums(x, columns - 1, own, by_row=by_row)
             expected = polar.line_sums(exact, columns - 1, None if own is None else own.double(), by_row=by_row)
             assert_close([f.double() for f in found], list(expected), rtol=1e-4, atol=1e-4)
+        old, lengths = torch.rand(batch, lines, device=device), torch.rand(batch, device=device)
+        for ok in (None, torch.tensor(False, device=device)):
+            numbers = (*expected, old.double(), lengths.double())
+            exactly = polar.even_lines(*numbers, min(rows, columns), ok)
+            even = matrices.even_lines(*(n.float() for n in numbers), min(rows, columns), ok)
+            assert_close([f.double() for f in even], list(exactly), rtol=1e-4, atol=1e-5)
         even, out = torch.rand(batch, lines, device=device), torch.full_like(x, torch.nan)
         matrices.scale_lines(x, even, by_row=by_row, out=out)
         polar.scale_lines(exact, even.double(), by_row=by_row, out=exact)

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..math.polar import Quintic
+from ..math.polar import LEAST, MEMORY, SHORT, Quintic
 from .input_sums import available
 from .launch import Launcher, on
 
+TINY = torch.finfo(torch.float32).tiny
 BLOCK = 1024  # elements of a matrix at a time, by 4 warps of 8 neighbours each
 LINE = 512  # columns of a row at a time
 TILE = {"TALL": 32, "WIDTH": 64}  # rows and columns at a time, where columns are summed
@@ -18,6 +19,14 @@ TILE = {"TALL": 32, "WIDTH": 64}  # rows and columns at a time, where columns ar
 def serves(x: Tensor) -> bool:
     """Whether the kernels take such matrices."""
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and available()
+
+
+def inverse_norm(gram: Tensor) -> Tensor:
+    """As `math.polar.inverse_norm`."""
+    batch, side, _ = gram.shape
+    found = torch.empty(batch, device=gram.device)
+    _launch("trace", gram, (batch, 1, 1), gram, found, side, LEAST=SHORT, BLOCK=BLOCK)
+    return found
 
 
 def polynomial(gram: Tensor, quintic: Quintic, short: Tensor | None = None) -> Tensor:
@@ -45,6 +54,18 @@ def line_sums(factor: Tensor, weights: int, scale: Tensor | None, *, by_row: boo
     return sums[0], sums[1]
 
 
+def even_lines(
+    sums: Tensor, moved: Tensor, old: Tensor, lengths: Tensor, others: int, ok: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `math.polar.even_lines`."""
+    batch, lines = old.shape
+    found = torch.empty(2, batch, lines, device=old.device)
+    numbers = (sums, moved, old, lengths, lengths if ok is None else ok, *found, lines, sums.shape[1], others)
+    more = {"MASKED": ok is not None, "MEMORY": MEMORY, "LEAST": LEAST, "TINY": TINY, "BLOCK": BLOCK}
+    _launch("even", old, (batch, 1, 1), *numbers, **more)
+    return found[0], found[1]
+
+
 def scale_lines(factor: Tensor, scale: Tensor, *, by_row: bool, out: Tensor) -> None:
     """As `math.polar.scale_lines`."""
     batch, rows, columns = factor.shape
@@ -64,5 +85,5 @@ def _launch(name: str, like: Tensor, grid: tuple[int, int, int], *arguments: Any
 def _kernels() -> dict[str, Launcher]:
     from . import triton_matrices as code
 
-    kernels = (code.normalize, code.combine, code.row_sums, code.column_sums, code.scale_lines)
+    kernels = (code.trace, code.normalize, code.combine, code.row_sums, code.column_sums, code.even, code.scale_lines)
     return {kernel.__name__: Launcher(kernel) for kernel in kernels}

@@ -4,12 +4,22 @@
 import triton
 import triton.language as tl
 
-FREE = ("side", "rows", "columns", "weights", "lines")
+FREE = ("side", "rows", "columns", "weights", "lines", "apart", "others")
 
 
 @triton.jit
 def both_sums(a, b, a2, b2):
     return a + a2, b + b2
+
+
+@triton.jit(do_not_specialize=FREE)
+def trace(gram, found, side, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    batch = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for begin in range(0, side, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.load(gram + batch * side * side + at * (side + 1), mask=at < side, other=0.0).to(tl.float32)
+    tl.store(found + batch, 1 / tl.sqrt(tl.maximum(tl.sum(total, 0), LEAST)))
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -86,6 +96,39 @@ def column_sums(
         s = tl.load(scale + batch * weights + c, mask=c < weights, other=0.0)
     tl.store(sums + batch * columns + c, total, mask=inside)
     tl.store(moved + batch * columns + c, tl.where(c < weights, total * s * s, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=FREE)
+def even(
+    sums, moved, old, lengths, ok, mean, scale, lines, apart, others,
+    MASKED: tl.constexpr, MEMORY: tl.constexpr, LEAST: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0).to(tl.int64)
+    sums, moved, own = sums + batch * apart, moved + batch * apart, batch * lines
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for begin in range(0, lines, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        before = tl.load(old + own + at, mask=at < lines, other=0.0)
+        total += MEMORY * before + (1 - MEMORY) * tl.load(sums + at, mask=at < lines, other=0.0) / others
+    least = tl.maximum(LEAST * tl.sum(total, 0) / lines, TINY)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    for begin in range(0, lines, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        here = at < lines
+        before = tl.load(old + own + at, mask=here, other=0.0)
+        after = MEMORY * before + (1 - MEMORY) * tl.load(sums + at, mask=here, other=0.0) / others
+        squares += tl.load(moved + at, mask=here, other=0.0) / tl.maximum(after, least)
+        if MASKED:
+            after = tl.where(tl.load(ok) != 0, after, before)
+        tl.store(mean + own + at, after, mask=here)
+    length = tl.sqrt(tl.sum(squares, 0))
+    ratio = tl.where(length > 0, tl.load(lengths + batch) / tl.where(length > 0, length, 1.0), 0.0)
+    for begin in range(0, lines, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        here = at < lines
+        before = tl.load(old + own + at, mask=here, other=0.0)
+        after = MEMORY * before + (1 - MEMORY) * tl.load(sums + at, mask=here, other=0.0) / others
+        tl.store(scale + own + at, ratio / tl.sqrt(tl.maximum(after, least)), mask=here)
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 Quintic = tuple[float, float, float]  # a, b, c of x ← a x + b x³ + c x⁵, on singular values
-Polynomial = Callable[[Tensor, Quintic, Tensor | None], Tensor]
 
 # Muon's, which is the same in every step: it pushes values from 0.01 to 1 to about one, fast
 MUON: Quintic = (3.4445, -4.7750, 2.0315)
@@ -16,6 +15,13 @@ MINIMAX: Sequence[Quintic] = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5
 
 SHORT = 1e-30  # least squared norm of a matrix that counts: squares of less are denormal in float32
 LEAST = 1e-3  # least mean square of a line, relative to the matrix's
+MEMORY = 0.95  # weight of the old value in the mean squares of lines
+
+
+def inverse_norm(gram: Tensor) -> Tensor:
+    """1/‖x‖ of each matrix of a batch, from the diagonal of x xᵀ."""
+    wide = torch.promote_types(gram.dtype, torch.float32)
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).clamp(min=SHORT).rsqrt()
 
 
 def polynomial(gram: Tensor, quintic: Quintic, short: Tensor | None = None) -> Tensor:
@@ -29,7 +35,12 @@ def polynomial(gram: Tensor, quintic: Quintic, short: Tensor | None = None) -> T
     return found if short is None else found * short
 
 
-def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX, polynomial: Polynomial = polynomial) -> Tensor:
+def polar(
+    x: Tensor,
+    quintics: Sequence[Quintic] = MINIMAX,
+    inverse_norm: Callable[[Tensor], Tensor] = inverse_norm,
+    polynomial: Callable[[Tensor, Quintic, Tensor | None], Tensor] = polynomial,
+) -> Tensor:
     """Orthogonal factor of each matrix of a batch [batch, row, column], by Newton–Schulz iteration; zero stays zero.
 
     Singular values come out between about 0.7 and 1.3, which is all that a direction needs. Products are as wide as
@@ -38,11 +49,10 @@ def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX, polynomial: Polynomi
     x ← p(x xᵀ) x with p(g) = a + b g + c g², and the smaller one of x xᵀ and xᵀ x. The matrix is not divided by its
     norm, but the first p is, since ‖x‖² is the trace of g: only products pass over all of a matrix.
     """
-    tall, wide = x.shape[-2] > x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    tall = x.shape[-2] > x.shape[-1]
     for k, quintic in enumerate(quintics):
         gram = x.mT @ x if tall else x @ x.mT
-        short = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).clamp(min=SHORT).rsqrt() if k == 0 else None
-        factor = polynomial(gram, quintic, short)
+        factor = polynomial(gram, quintic, inverse_norm(gram) if k == 0 else None)
         x = x @ factor if tall else factor @ x
     return x
 
@@ -50,16 +60,6 @@ def polar(x: Tensor, quintics: Sequence[Quintic] = MINIMAX, polynomial: Polynomi
 def rows_are_longer(units: int, columns: int) -> bool:
     """Whether the lines whose mean squares are kept are the rows: the lines of the longer side."""
     return units >= columns
-
-
-def line_scales(square: Tensor) -> Tensor:
-    """What brings lines of these running mean squares, [batch, line], to one length (NorMuon); finite for zeros, too.
-
-    A line whose square is below `LEAST` of the mean gets a shorter step: it may be rounding alone, as the gradient of a
-    bias in front of a batch norm is.
-    """
-    tiny = torch.finfo(square.dtype).tiny
-    return torch.maximum(square, (LEAST * square.mean(-1, keepdim=True)).clamp(min=tiny)).rsqrt()
 
 
 def line_sums(factor: Tensor, weights: int, scale: Tensor | None, *, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -74,6 +74,23 @@ def line_sums(factor: Tensor, weights: int, scale: Tensor | None, *, by_row: boo
         sums = square.sum(-2, dtype=wide)
         return sums, sums * by
     return square.sum(-1, dtype=wide), (square @ by.to(square.dtype).unsqueeze(-1)).squeeze(-1).to(wide)
+
+
+def even_lines(
+    sums: Tensor, moved: Tensor, old: Tensor, lengths: Tensor, others: int, ok: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The running mean squares of lines, [batch, line], and what brings all lines to one length (NorMuon).
+
+    `sums` and `moved` are `line_sums`, of lines of `others` elements; the matrices come to the given `lengths`. The
+    means stay `old` where the mask `ok` says so. A line whose mean square is below LEAST of the matrix's gets a shorter
+    step: it may be rounding alone, as the gradient of a bias in front of a batch norm is.
+    """
+    lines, tiny = old.shape[1], torch.finfo(sums.dtype).tiny
+    mean = torch.lerp(old, sums[:, :lines] / others, 1 - MEMORY)
+    even = torch.maximum(mean, (LEAST * mean.mean(-1, keepdim=True)).clamp(min=tiny)).rsqrt()
+    length = (moved[:, :lines] * even.square()).sum(-1).sqrt()
+    even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
+    return mean if ok is None else torch.where(ok, mean, old), even
 
 
 def scale_lines(factor: Tensor, scale: Tensor, *, by_row: bool, out: Tensor) -> None:

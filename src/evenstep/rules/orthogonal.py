@@ -15,8 +15,6 @@ from ..math import polar as plain
 from ..parallel import dtensor, shared_matrices
 from .rule import Matrices, Rule, unpack
 
-MEMORY = 0.95  # weight of the old value in the mean squares of rows or columns
-
 
 @dataclass(frozen=True)
 class OrthogonalRule(Rule):
@@ -69,7 +67,7 @@ class OrthogonalRule(Rule):
                 for k, some in enumerate(layers):
                     with lane(k):
                         parts: Any = kernels if kernels.serves(some.x) else plain
-                        factor = plain.polar(some.x, self.quintics, parts.polynomial)
+                        factor = plain.polar(some.x, self.quintics, parts.inverse_norm, parts.polynomial)
                         own = torch.cat([lengths[id(block)] for block in some.blocks])
                         mask = None if ok is None else ok.to(some.x.device)
                         write_direction(some, factor, own, steps[0].state, mask, parts)
@@ -110,12 +108,8 @@ def write_direction(
     by_row = plain.rows_are_longer(rows, columns)
     lines, others = (rows, columns) if by_row else (columns, rows)
     sums, moved = parts.line_sums(factor, weights, layers.scale, by_row=by_row)
-    old = torch.cat(kept).view(-1, lines)
-    mean = torch.lerp(old, sums[:, :lines] / others, 1 - MEMORY)
-    foreach.copy_(kept, unpack((mean if ok is None else torch.where(ok, mean, old)).view(-1), kept))
-    even = plain.line_scales(mean)
-    length = (moved[:, :lines] * even.square()).sum(-1).sqrt()
-    even = even * torch.where(length > 0, lengths / length, 0).unsqueeze(-1)
+    mean, even = parts.even_lines(sums, moved, torch.cat(kept).view(-1, lines), lengths, others, ok)
+    foreach.copy_(kept, unpack(mean.view(-1), kept))
     parts.scale_lines(factor, even, by_row=by_row, out=layers.x)
 
 

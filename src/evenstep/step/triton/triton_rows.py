@@ -63,6 +63,12 @@ def lying(lies, EVEN: tl.constexpr):
 
 
 @triton.jit
+def without_columns(lies, when):
+    row, columns, apart, inputs, inner, base, width, weight, grad, buffer, turned = lies
+    return row, tl.where(when, 0, columns), apart, inputs, inner, base, width, weight, grad, buffer, turned
+
+
+@triton.jit
 def input_at(column, columns, inputs, inner, EVEN: tl.constexpr):
     found = column
     if inputs != columns:  # a kernel's positions share an input
@@ -237,6 +243,8 @@ def add_up(
     unit = tl.program_id(0)
     p, s, _settings, layer = tables_of(unit, addresses, shapes, settings, owner, layers)
     flags, moving, row, scale, even, lies = row_of(unit, p, s, layer, width, EXTERNAL, KIND, RULE_KIND)
+    if EXTERNAL:  # guards bound layers alone, and the rule has made the step
+        lies = without_columns(lies, (flags & spec.PLAIN) != 0)
     shift = 0.0
     direction = 0.0
     level = 0.0
