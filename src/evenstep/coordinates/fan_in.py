@@ -1,7 +1,7 @@
 """Fan-in coordinates (§3.5)."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,12 +18,12 @@ class FanIn(Coordinates):
     fused: Sequence[str] = ()
     state: ClassVar[Schema] = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
 
-    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
+    def at(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> Scales:
         """β from the layer's geometry, where the rule is linear."""
         if not self.linear:
             return Scales()
         return Scales(beta=geometry_beta2(layers.fan_in, FanIn.after(self, state, batch, layers)["sharing"]).sqrt())
 
-    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
+    def after(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> dict[str, Any]:
         """The sharing count, for steps that see no batch."""
         return {"sharing": sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))}

@@ -5,7 +5,7 @@ sums about a centre, `Sums`. Once per step the sums become the batch's moments a
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,10 +120,13 @@ def moments_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return offset, var
 
 
-def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m."""
+def gain(mass: Any, decay: float | Tensor) -> tuple[Any, Any]:
+    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
+
+    `mass` is a tensor or a number.
+    """
     mass = mass * decay + (1 - decay)
-    return mass.reciprocal() * (1 - decay), mass  # torch takes far longer for a number over a tensor
+    return mass**-1 * (1 - decay), mass  # torch takes far longer for a number over a tensor
 
 
 def fold(mx: Tensor, vx: Tensor, mean: Tensor, var: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

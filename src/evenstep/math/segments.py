@@ -1,6 +1,7 @@
 """Reductions over one layer, or over many layers packed into one flat tensor."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Whole:
         """Largest element of `x`, one for each layer (0 where none is above 0)."""
         return x.amax().clamp(min=0) if x.numel() else x.sum()
 
-    def widen(self, x: Tensor) -> Tensor:
+    def widen(self, x: Any) -> Any:
         """A value of each layer, which broadcasts to its elements."""
         return x
 
@@ -63,9 +64,9 @@ class Segments(Whole):
             return torch.stack([getattr(part, how if part.numel() else "sum")() for part in parts])
         return torch.segment_reduce(x, how, offsets=self.offsets, unsafe=True)
 
-    def widen(self, x: Tensor) -> Tensor:
-        """One value per layer, repeated for each of its elements."""
-        return x if x.dim() == 0 else x.index_select(0, self.owner)
+    def widen(self, x: Any) -> Any:
+        """One value per layer, repeated for each of its elements; a number or a 0-d tensor stays."""
+        return x.index_select(0, self.owner) if isinstance(x, Tensor) and x.dim() else x
 
 
 WHOLE = Whole()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import guards
-from ..math.change_of_variables import Scales, response
+from ..math.change_of_variables import response
 from ..parallel import dtensor
 
 
@@ -29,6 +29,16 @@ class Direction(NamedTuple):
     weights: list[Tensor]
     biases: list[Tensor]
     scale: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """The coordinates of each block's columns, a tensor per block; empty where the coordinates have none."""
+
+    mu: Sequence[Tensor] = ()
+    scale: Sequence[Tensor] = ()  # α β; without α one number per block
+    spread: Sequence[Tensor] = ()
+    fresh: Sequence[Tensor] = ()
+    alpha: Sequence[Tensor] = ()  # of layers without bias alone
 
 
 class Matrices(NamedTuple):
@@ -86,58 +96,79 @@ class RuleStep:
     group: dict[str, Any]  # whose settings all blocks share; stepsizes and weight decay aside
     direction: Direction
 
-    def __init__(self, blocks: Sequence[Any], state: Any, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Sequence[Any], state: Any, dtype: torch.dtype, *, compiled: bool = False) -> None:
         """Blocks of one device, dtype and rule, with equally many biases; `state` is the optimizer's."""
         first = blocks[0]
         self.blocks, self.state, self.group, self.rule = list(blocks), state, first.group, first.rule
         self.device, self.dtype = first.weight.device, dtype
+        # whether reading a tensor costs nothing
+        self.on_host = self.device.type == "cpu" and not (compiled or self.group["capturable"])
         self.one = torch.ones((), dtype=dtype, device=self.device)
         self.parameters = [b.weight for b in blocks]
         self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
-        self.local_shapes = [first.local(p).shape for p in self.parameters]
+        self.memories = [state[p] for p in self.parameters]  # each lookup by a tensor is a call of Python's
+        self.sharded = any(b.sharded for b in blocks)
+        self.local_shapes = [t.shape for t in self.own(self.parameters)]
         sizes = [b.matrix(b.local(b.weight)).shape[0] for b in blocks]
         # the units of each block on this rank; reductions are over all ranks
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
         # the groups of ranks over which single units are split
         self.split_units = dtensor.groups_along(first.weight, rows=False)
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
-        self.on_v, self.scales = OnV([], []), list[Scales]()
+        self.on_v, self.columns = OnV([], []), Columns()
         self.owned = False  # whether nothing else has the memory of `on_v`
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
+        self.pending: dict[str, Any] = {}  # packed fields to be written at the end of the step
+
+    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank has of tensors."""
+        return [dtensor.local(t) for t in tensors] if self.sharded else list(tensors)
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
-        return [b.local(self.state[b.weight][name]) for b in self.blocks]
+        return self.own([memory[name] for memory in self.memories[: len(self.blocks)]])
+
+    def buffers(self, name: str) -> list[Tensor]:
+        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
+        return self.own([memory[name] for memory in self.memories])
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
         return self.wide([pack(self.live(name))])[0]
 
-    def write(self, values: Mapping[str, Tensor], ok: Tensor | None) -> None:
-        """Write packed fields back, unless the mask `ok` says that the step does not count."""
+    def number(self, name: str) -> Any:
+        """A field with one number per layer: a plain number if the host knows that all layers have the same."""
+        if self.on_host and len(numbers := {t.item() for t in self.live(name)}) == 1:
+            return numbers.pop()
+        return self.read(name)
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Have packed fields written at the end of the step, if it counts; a plain number is for all blocks."""
+        self.pending.update(values)
+
+    def flush(self, ok: Tensor | None, more: Sequence[tuple[list[Tensor], Tensor]] = ()) -> None:
+        """Write the pending fields, unless the mask `ok` says not to, and packed values into other tensors."""
         old: list[Tensor] = []  # compilers cannot call list[Tensor]
         new: list[Tensor] = []
-        for name, value in values.items():
-            live = self.live(name)
+        for name, value in self.pending.items():
+            more = [*more, (self.live(name), value if ok is None else torch.where(ok, value, self.read(name)))]
+        for live, value in more:
             old += live
-            new += unpack(value if ok is None else torch.where(ok, value, self.read(name)), live)
+            new += unpack(value, live) if isinstance(value, Tensor) else [self.one.new_full((), value)] * len(live)
+        self.pending = {}
         foreach.copy_(old, new)
-
-    def buffers(self, name: str) -> list[Tensor]:
-        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
-        return [self.blocks[0].local(self.state[p][name]) for p in self.parameters]
 
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
-        found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
+        found = [w if b.is_matrix else b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
         biases = [bias for packed in on_v.biases for bias in torch.split_with_sizes(packed, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
     def as_blocks(self, tensors: Sequence[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
         count = len(self.blocks)
-        weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
+        weights = [t if b.is_matrix else b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
         return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
     def rows(self, flat: Tensor) -> Sequence[Tensor]:
@@ -157,16 +188,24 @@ class RuleStep:
     def unit_length2(self) -> Tensor:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
         if self.length2 is None:
-            weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
-            pairs = list(zip(self.wide(weights), self.scales, strict=True))
-            rows = [pack(self.wide(column)) for column in zip(*biases, strict=True)]
+            weights, rows = self._whole()
             level = None if not rows else rows[0] if len(rows) == 1 else torch.stack(rows)
-            if self.scales[0].mu is not None:
-                mean = pack([response(w, c.mu) for w, c in pairs if c.mu is not None])
+            if self.columns.mu:
+                mean = pack([*map(response, weights, self.columns.mu)])
                 level = mean if level is None else level + mean
-            stretch = pack([guards.stretch(w, c.spread) for w, c in pairs])
-            self.length2 = self.whole_units(guards.squared_length(stretch, level))
+            self.length2 = self.whole_units(guards.squared_length(self.stretch(weights, self.columns.spread), level))
         return self.length2
+
+    def _whole(self) -> OnV:
+        """The layers' weights as matrices, and their biases, those that do not train included."""
+        if not any(b.alone or b.frozen for b in self.blocks):
+            return self.as_blocks(self.wide(self.own(self.parameters)))
+        weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
+        return OnV(self.wide(weights), [pack(self.wide(column)) for column in zip(*biases, strict=True)])
+
+    def stretch(self, weights: Sequence[Tensor], metric: Sequence[Tensor]) -> Tensor:
+        """`guards.stretch` of all units, with a tensor per block for its columns, or none."""
+        return pack([*map(guards.stretch, weights, metric or [None] * len(weights))])
 
     def wide(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the dtype that the step is computed in."""

@@ -24,7 +24,7 @@ class UnitRule(Rule):
         """The direction, and the scale of each unit."""
         on_v = step.on_v
         square = step.unit_square()
-        average = running_square(step, square, ok)
+        average = running_square(step, square)
         ahead = look_ahead(step, on_v, heavy_ball(step, on_v, ok))
         in_layer = step.blocks[0].entry is not None
         damping = step.group["damping"] if in_layer else 0.0
@@ -37,14 +37,13 @@ class UnitRule(Rule):
 SQUARE: Schema = {"square": Field("unit", nonnegative=True), "square_mass": Field("layer", nonnegative=True)}
 
 
-def running_square(step: RuleStep, square: Tensor, ok: Tensor | None, *, per_layer: bool = False) -> Tensor:
+def running_square(step: RuleStep, square: Tensor, *, per_layer: bool = False) -> Tensor:
     """Eq. 11's expectation: the running mean of `square`, this one included; bias-corrected unless told not to be."""
-    average, mass, decay = step.read("square"), step.read("square_mass"), step.group["decay"]
-    corrected = step.group.get("bias_correction", True)
-    k, after = gain(mass, decay)
-    k = k if corrected else torch.full_like(k, 1 - decay)
-    average = torch.lerp(average, square.expand(average.shape), k if per_layer else step.units.widen(k))
-    step.write({"square": average, "square_mass": after}, ok)
+    average, decay = step.read("square"), step.group["decay"]
+    k, after = gain(step.number("square_mass"), decay)
+    k = k if step.group.get("bias_correction", True) else 1 - decay
+    average = torch.lerp(average, square.expand_as(average), k if per_layer else step.units.widen(k))
+    step.write({"square": average, "square_mass": after})
     return average
 
 

@@ -48,10 +48,12 @@ class Block:
         # whether this rank has some rows of a layer in groups: they count as groups of one unit
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
         self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
+        self.is_matrix = False  # whether the weight itself is its matrix
         if self.layer is not None and type(self.weight) in dtensor.PLAIN:
             m = self.layout(self.weight)
             if self.weight.is_contiguous() and m.is_contiguous() and m.data_ptr() == self.weight.data_ptr():
                 self._in_order = torch.Size([m.shape[:2].numel(), m.shape[2:].numel()])
+                self.is_matrix = self.weight.shape == self._in_order
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the block's: all of a plain one."""

@@ -5,7 +5,7 @@ drawn at random, as experts and dropped layers have them, hardly ever come back.
 """
 
 from collections.abc import Sequence
-from operator import lt
+from operator import is_not, lt
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ class Plan(NamedTuple):
     signature: list[Any]
     blocks: list[Block]
     steps: list[Step]
-    sizes: list[int]  # how much state each parameter of the optimizer had
+    memories: list[dict[str, Any]]  # the state of each parameter of the optimizer
+    sizes: list[int]  # of these
+    counted: list[dict[str, Any]]  # the state of parameters whose steps the optimizer counts
     homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
     frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory: kernels read them
 
@@ -40,8 +42,10 @@ class Plan(NamedTuple):
         )
 
     def lacks(self, state: Any) -> bool:
-        """Whether some state that parameters had is gone."""
-        return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
+        """Whether some state that parameters had is gone, or another dictionary has its place."""
+        there = state.values()
+        replaced = len(state) < len(self.sizes) or any(map(is_not, there, self.memories))
+        return replaced or any(map(lt, map(len, there), self.sizes))
 
     def steps_of(self) -> list[tuple[Rule, list[Any]]]:
         """The steps of each rule."""
@@ -55,8 +59,9 @@ def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) 
     """A plan for these blocks."""
     homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
     frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
-    steps = group(blocks, state, compiled)
-    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen)
+    counted = [state[p] for block in blocks for p in block.rule.counted(block)]
+    steps, memories = group(blocks, state, compiled), [*state.values()]
+    return Plan(signature, blocks, steps, memories, [*map(len, memories)], counted, homes, frozen)
 
 
 def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
@@ -80,7 +85,10 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
                 *settings(block.group),
             ]
         found.setdefault(tuple(key), []).append(block)
-    return [key[0](some, state) for key, some in found.items()]
+    return [
+        TritonStep(some, state) if backend is TritonStep else TorchStep(some, state, compiled=compiled)
+        for (backend, *_), some in found.items()
+    ]
 
 
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")

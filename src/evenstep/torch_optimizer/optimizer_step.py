@@ -153,8 +153,8 @@ class CoordinateOptimizer(ModelOptimizer):
             monitor.end_step()
         for step, mask in zip(plan.steps, masks, strict=True):
             step.commit(mask)
-        counts = [self.state[p]["step"] for block in plan.blocks for p in block.rule.counted(block)]
-        if counts:
+        if plan.counted:
+            counts = [memory["step"] for memory in plan.counted]
             one = counts[0].new_ones(()) if ok is None else ok.to(counts[0])
             foreach.add_(counts, [one] * len(counts))
 
@@ -167,11 +167,12 @@ class CoordinateOptimizer(ModelOptimizer):
         """What gradients are divided by to be those of a mean loss; None for 1."""
         return None
 
-    def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
+    def _finite(self, finite: list[Tensor | bool]) -> Tensor | Literal[False] | None:
         """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
+        finite = [f for f in finite if f is not True]
         if not finite:
             return None
         device = finite[0].device
