@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .change_of_variables import response
 from .segments import WHOLE, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
@@ -37,11 +36,6 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
     not depend on whether an input is raw data, which is unknown in compiled code.
     """
     return (mass - 1) * (-DRIFT * DRIFT) * mx * mx  # torch takes far longer for a number less a tensor
-
-
-def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
-    """Σ w_ij² spread_i of each unit; the plain sum of squares without a spread."""
-    return torch.linalg.vecdot(weight, weight) if spread is None else response(weight * weight, spread)
 
 
 def squared_length(stretch: Tensor, level: Tensor | None) -> Tensor:

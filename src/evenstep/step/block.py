@@ -194,8 +194,9 @@ def gather(
 
 def gradient(p: Tensor) -> Tensor:
     """The gradient of a parameter that has one: what this rank has of it."""
-    assert p.grad is not None
-    return p.grad if type(p.grad) is Tensor else dtensor.local(p.grad)
+    grad = p.grad
+    assert grad is not None
+    return grad if type(grad) is Tensor else dtensor.local(grad)
 
 
 def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:

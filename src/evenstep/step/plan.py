@@ -5,7 +5,7 @@ drawn at random, as experts and dropped layers have them, hardly ever come back.
 """
 
 from collections.abc import Sequence
-from operator import is_not, lt
+from operator import attrgetter, is_not, lt
 from typing import Any, NamedTuple
 
 import torch
@@ -94,14 +94,20 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
 
 
+PLAIN = int, float, str, type(None)
+
+
 def settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     """The settings that blocks of one step share."""
-    return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)]
+    return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, PLAIN)]
+
+
+LAYOUT = attrgetter("device", "dtype", "shape")
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Which tensors these are, and how they lie in memory."""
-    return [(id(t), type(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
+    return [*map(id, tensors), *map(type, tensors), *map(LAYOUT, tensors), *map(Tensor.stride, tensors)]
 
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, project, response
+from ..math.change_of_variables import Scales, project
 from ..math.moments import Sums, accumulation_dtype, add_zeros, batch_moments
 from ..math.moments import usable as has_moments
 from ..math.segments import Segments
@@ -91,7 +91,7 @@ class TorchStep(RuleStep):
 
     def _gradients(self, divisor: Tensor | None) -> list[Tensor]:
         """The gradients of the parameters: those of a descent, of a mean loss."""
-        grads = self.wide([gradient(p) for p in self.parameters])
+        grads = self.wide([*map(gradient, self.parameters)])
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
         return [-grad for grad in grads] if self.group["maximize"] else grads
@@ -212,7 +212,7 @@ class TorchStep(RuleStep):
         self.on_v, self.direction = OnV([], []), Direction([], [])
         steps = self._scaled(self._projected(weights), own)
         del weights
-        along = pack([*map(response, steps, self.columns.mu)]) if self.columns.mu else None
+        along = self.along(steps, self.columns.mu) if self.columns.mu else None
         gain, biases = self._rated(biases, scale)
         factor = self._trust(steps, along, gain, biases) if self.stages else None
         if factor is not None:
