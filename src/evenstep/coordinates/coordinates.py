@@ -54,6 +54,7 @@ class Batch(NamedTuple):
     g2: Tensor | None = None  # per output: Σ ĝ²
     # whether the host knows that all layers have moments and usable sums: no masks are needed, and `mass` is a number
     complete: bool = False
+    alike: bool = False  # whether the host knows that the counts are those of the batch before
 
 
 class Layers(NamedTuple):

@@ -22,8 +22,11 @@ class FanIn(Coordinates):
         """β from the layer's geometry, where the rule is linear."""
         if not self.linear:
             return Scales()
-        return Scales(beta=geometry_beta2(layers.fan_in, FanIn.after(self, state, batch, layers)["sharing"]).sqrt())
+        now = {**state, **FanIn.after(self, state, batch, layers)}
+        return Scales(beta=geometry_beta2(layers.fan_in, now["sharing"]).sqrt())
 
     def after(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> dict[str, Any]:
         """The sharing count, for steps that see no batch."""
+        if batch.alike:
+            return {}
         return {"sharing": sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))}

@@ -27,11 +27,15 @@ class OnV(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A direction of descent on v; `scale`, if any, multiplies each unit's, bias included."""
+    """A direction of descent on v; `scale`, if any, multiplies each unit's, bias included.
+
+    `own`: nothing else has the memory of its weights.
+    """
 
     weights: list[Tensor]
     biases: list[Tensor]
     scale: Tensor | None = None
+    own: bool = False
 
 
 class Columns(NamedTuple):
@@ -83,7 +87,7 @@ class Rule:
 
     def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
         """The direction of the blocks of one step: the gradient, or its momentum where the groups ask for that."""
-        return Direction(*heavy_ball(step, step.on_v, ok))
+        return Direction(*heavy_ball(step, step.on_v, ok), own=step.owned and not step.group["momentum"])
 
 
 class GradientRule(Rule):
@@ -120,6 +124,11 @@ class RuleStep:
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
         in_groups = any(b.groups > 1 for b in blocks)  # whose units have columns of their own
         self.dot = torch.linalg.vecdot if in_groups or self.device.type != "cpu" else torch.mv  # in a third of the time
+        # kept, as new views would take longer than what is done with them: a number per unit and bias
+        self.per_unit = [self.one.new_empty(sum(sizes)) for _ in range(1 + len(first.biases))]
+        self.unit_rows = torch.split_with_sizes(self.per_unit[0].unsqueeze(1), sizes)
+        biases = [bias for each in self.per_unit[1:] for bias in torch.split_with_sizes(each, sizes)]
+        self.bias_parts = shaped(biases, self.local_shapes[len(blocks) :])
         self.on_v, self.columns = OnV([], []), Columns()
         self.owned = False  # whether nothing else has the memory of `on_v`
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
@@ -168,6 +177,10 @@ class RuleStep:
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
         found = [w if b.is_matrix else b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
+        if self.on_host:
+            for kept, packed in zip(self.per_unit[1:], on_v.biases, strict=True):
+                kept.copy_(packed)
+            return found + self.bias_parts
         biases = [bias for packed in on_v.biases for bias in torch.split_with_sizes(packed, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
@@ -177,8 +190,11 @@ class RuleStep:
         weights = [t if b.is_matrix else b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
         return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
-    def rows(self, flat: Tensor) -> Sequence[Tensor]:
-        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
+    def rows(self, flat: Tensor, *, lasting: bool = False) -> Sequence[Tensor]:
+        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix: `lasting`, or until the next."""
+        if self.on_host and not lasting:
+            self.per_unit[0].copy_(flat)
+            return self.unit_rows
         return torch.split_with_sizes(flat.unsqueeze(1), self.units.sizes)
 
     def unit_square(self) -> Tensor:
@@ -309,19 +325,29 @@ def shrink(pairs: Sequence[tuple[Any, Tensor]]) -> None:
         torch._foreach_mul_(weights, each)
 
 
-def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
-    """The momentum buffers after one more value, in torch's convention, to be read only; the value without momentum."""
+def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None, *, ahead: bool = False) -> OnV:
+    """The momentum buffers M after one more value g, M ← m M + g, to be read only; with `ahead` Nesterov's g + m M.
+
+    Without momentum it is the value. Where `step` owns the memory of `on_v`, that may be overwritten.
+    """
     momentum = step.group["momentum"]
     if not momentum:
         return on_v
-    buffers = step.buffers("momentum_buffer")
-    values = step.as_parameters(on_v)
-    if ok is None and all(b.dtype == v.dtype for b, v in zip(buffers, values, strict=True)):
+    buffers, values = step.buffers("momentum_buffer"), step.as_parameters(on_v)
+    alike = ok is None and {*map(DTYPE, buffers)} == {*map(DTYPE, values)}
+    if alike and step.owned and step.on_host and all(map(Tensor.is_contiguous, [*values, *buffers])):
+        # one pass over the memory: M ← m M + g, then g ← g − lr M
+        rates = {"momentum": momentum, "lr": -momentum if ahead else 0.0, "dampening": 0.0, "weight_decay": 0.0}
+        torch._fused_sgd_(values, values, buffers, **rates, nesterov=False, maximize=False, is_first_step=False)
+        return step.as_blocks(values if ahead else buffers)
+    news: Sequence[Tensor] = buffers
+    if alike:
         torch._foreach_mul_(buffers, momentum)
-        return step.as_blocks(foreach.add_(buffers, values))
-    news = foreach.add(values, buffers, alpha=momentum)
-    put(buffers, news, ok)
-    return step.as_blocks(news)
+        foreach.add_(buffers, values)
+    else:
+        news = foreach.add(values, buffers, alpha=momentum)
+        put(buffers, news, ok)
+    return step.as_blocks(foreach.add(values, news, alpha=momentum) if ahead else news)
 
 
 def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None:

@@ -82,7 +82,7 @@ class LayerHook(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
-        if eager and self.planned and is_plain(x := first_input(args, kwargs)):
+        if eager and self.planned and is_plain(x := args[0] if args else first_input(args, kwargs)):
             key = x.shape, x.stride(), output.shape
             plan = self.plans.get(key)
             if plan is None:

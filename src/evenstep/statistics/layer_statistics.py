@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import foreach
 from ..kernels import input_sums as moments_kernel
-from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, moments_about, sum_about, thinned
+from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
 from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
@@ -216,29 +216,27 @@ class LayerStatistics:
 
     def add_planned_call(self, x: Any, plan: CallPlan) -> None:
         """Add one eager call with a tensor that the plan was made for."""
-        if plan.rows is None:
-            x = None
-        else:
+        look, rows, forwards = plan.look, plan.rows, self.forwards
+        if rows is not None:
+            x = x.detach()
             self.to(x.device)
-            x = plan.rows.of(x.detach())
-        look, forwards = plan.look, self.forwards
         if not self.counter.is_cpu or forwards.traced:
+            x = None if rows is None else rows.of(x)
             if x is None or not moments_kernel.add(x, look, self, plan.launches):
                 self._add(x, look)
             return
         # as `_add`, by few operations: between two layers each takes longer than its arithmetic
         number = forwards.number if forwards.contain_this_call() else None
         examples = 0 if number is not None and number == self.seen_number else look.examples
-        rows = 0 if plan.rows is None else plan.rows.rows
-        self.counted = [*map(add, self.counted, (rows, look.zeros, look.applied, examples))]
+        self.counted = [*map(add, self.counted, (rows.rows if rows else 0, look.zeros, look.applied, examples))]
         self.seen_number = number
-        if x is not None:
+        if rows is not None:
             if not self.centred:
-                self._centre_on(x, look.dim)
-            if self.cleared and rows:
-                self.moments = *moments_about(x, self.centre, look.dim), rows
+                self._centre_on(rows.of(x), look.dim)
+            if self.cleared and rows.rows:
+                self.moments = *rows.moments(x, self.centre), rows.rows
             else:
-                self.slots[0].add_(sum_about(x, self.centre, look.dim))
+                self.slots[0].add_(sum_about(rows.of(x), self.centre, look.dim))
             self.cleared = False
 
     def clear_counts(self) -> None:

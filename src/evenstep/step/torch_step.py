@@ -38,6 +38,8 @@ class TorchStep(RuleStep):
         self.coordinates, self.all_seen = first.coordinates, True
         self.groups = list({id(group): group for block in blocks for group in block.param_groups}.values())
         self.counts: list[list[float]] = []  # of the last batch, as the host knows them
+        self.committed: list[Tensor] | None = None  # the same, packed, of the last batch that has joined the state
+        self.tallies: list[Tensor] = []
         self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
         needs = self.coordinates.needs
         self.layers = Layers(
@@ -62,6 +64,13 @@ class TorchStep(RuleStep):
         # None: one column for each input
         self.input_of = None if sum(self.widths) == first else torch.cat(inputs).to(self.device)
         self.group_of = [b.group_of_rows() if b.groups > 1 else None for b in self.blocks]
+        # kept, as new views would take longer than what is done with them
+        self.of_columns = self.one.new_empty(4 if self.layers.biased else 5, sum(self.widths))
+        self.column_parts = self._split(self.of_columns)
+
+    def _split(self, every: Tensor) -> list[Sequence[Tensor]]:
+        """Numbers per column, of each block."""
+        return [torch.split_with_sizes(each, self.widths) for each in every.unbind()]
 
     def _release(self) -> None:
         """Forget what belongs to a single step: some of it is as large as the model."""
@@ -98,9 +107,11 @@ class TorchStep(RuleStep):
 
     def finite(self) -> Tensor | bool:
         """Whether all gradients are finite."""
-        # squares that the rule needs anyway; those of large gradients overflow
-        if self.on_host and isfinite(self.unit_square().sum().item()):
-            return True
+        if self.on_host:  # squares of large gradients overflow, though
+            linear = self.rule.linear  # other rules need the squares anyway
+            sums = torch.stack(torch._foreach_norm(sum(self.on_v, []))) if linear else self.unit_square()
+            if isfinite(sums.sum().item()):
+                return True
         return all_finite([gradient(p) for p in self.parameters])
 
     def _find_batch(self) -> None:
@@ -110,7 +121,8 @@ class TorchStep(RuleStep):
             return
         self._find_counts()
         rows, zeros, applied, examples, some = self.tallies
-        self.batch = Batch(rows, applied, examples, some)
+        alike = self.committed is self.tallies
+        self.batch = Batch(rows, applied, examples, some, alike=alike)
         schema, mean, var = self.coordinates.state, self.one, self.one
         self.kept = {name: self.read(name) for name, field in schema.items() if field.per != "input" and name != "mass"}
         if self.coordinates.needs < Statistics.INPUTS:
@@ -135,7 +147,7 @@ class TorchStep(RuleStep):
         self.kept["mass"] = mass if complete or isinstance(mass, Tensor) else torch.full_like(rows, mass)
         usable = some if complete else has_moments(rows, offset, var, self.layers.inputs)
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        self.batch = Batch(rows, applied, examples, usable, centre + offset, var, g2, complete)
+        self.batch = Batch(rows, applied, examples, usable, centre + offset, var, g2, complete, alike)
 
     def _find_counts(self) -> None:
         """Find what the hooks counted, per layer."""
@@ -152,7 +164,7 @@ class TorchStep(RuleStep):
         self.bias_scale = None if beta is None else self.units.widen(beta)
         if beta is not None and self.coordinates.beta_per_output:
             self.bias_scale, beta = pack(self._own_outputs(beta)), None
-            self.by_unit = self.rows(self.bias_scale)
+            self.by_unit = self.rows(self.bias_scale, lasting=True)
         if scales.constant is not None and self.bias_scale is not None:
             self.bias_scale = self.bias_scale * self.units.widen(scales.constant)
         if scales.alpha is None or scales.mu is None or scales.spread is None or scales.fresh is None:
@@ -160,16 +172,19 @@ class TorchStep(RuleStep):
             return
         scale = scales.alpha if beta is None else scales.alpha * self.layers.inputs.widen(beta)
         every = [scales.mu, scale, scales.spread, scales.fresh, *([] if self.layers.biased else [scales.alpha])]
-        columns = self._columns(every)
+        columns = self._columns(every, self.on_host)
         if any(group is not None for group in self.group_of):
             columns = [self._by_row(each) for each in columns]
         self.columns = Columns(*columns)
 
-    def _columns(self, packed: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Packed tensors per input as tensors per column, of each block."""
-        every = torch.stack(list(packed))
-        every = every if self.input_of is None else every.index_select(1, self.input_of)
-        return [torch.split_with_sizes(each, self.widths) for each in every.unbind()]
+    def _columns(self, packed: Sequence[Tensor], keep: bool = False) -> list[Sequence[Tensor]]:
+        """Packed tensors per input as tensors per column, of each block; with `keep` they last until the next time."""
+        every, out = torch.stack(list(packed)), self.of_columns if keep else None
+        if self.input_of is not None:
+            every = torch.index_select(every, 1, self.input_of, out=out)
+        elif out is not None:
+            out.copy_(every)
+        return self.column_parts if keep else self._split(every)
 
     def _by_row(self, columns: Sequence[Tensor]) -> list[Tensor]:
         """Columns of blocks in groups as [unit, column]: each unit has inputs of its own."""
@@ -207,8 +222,7 @@ class TorchStep(RuleStep):
 
     def move(self, ok: Tensor | None) -> None:
         """Take the direction on v back to w, hold every unit to its trust radius, and move the parameters."""
-        weights, biases, scale = self.direction
-        own = self.owned and any(w is weights[0] for w in self.on_v.weights[:1])
+        weights, biases, scale, own = self.direction
         self.on_v, self.direction = OnV([], []), Direction([], [])
         steps = self._scaled(self._projected(weights), own)
         del weights
@@ -303,6 +317,7 @@ class TorchStep(RuleStep):
         """Let the batch join the moments, and the next one be summed about the running mean."""
         after, more, complete = self.coordinates.after(self.kept, self.batch, self.layers), [], self.batch.complete
         self.write(after)
+        self.committed = self.tallies if self.on_host else None
         if "mx" in after:
             mx, mass = after["mx"], after["mass"]
             if not complete:  # some layers may have no moments yet
