@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from ..math.change_of_variables import Scales
 from ..math.constants import geometry_beta2, sharing
 from .coordinates import Batch, Coordinates, Field, Layers, Schema, Statistics

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ..math.change_of_variables import Scales
 from ..math.constants import plain_size
 from .coordinates import Batch, Layers

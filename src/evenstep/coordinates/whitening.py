@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from ..math import guards
 from ..math.change_of_variables import Scales

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .segments import WHOLE, Whole
+from .segments import Segments
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
 TRUST_FLOOR = 1e-3  # s₀: the least length of a unit; absolute, or units that shrink would take steps of their old size
@@ -80,7 +80,7 @@ def trust_factor(
     return factor, over
 
 
-def typical(relative2: Tensor, over: Whole = WHOLE) -> Tensor:
+def typical(relative2: Tensor, over: Segments) -> Tensor:
     """The geometric mean of squared relative steps over the units that move; NaN if none does.
 
     Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import WHOLE, Whole
+from .segments import Segments
 
 
 class Sums(NamedTuple):
@@ -111,7 +111,7 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
     return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
 
 
-def usable(rows: Tensor, offset: Tensor, var: Tensor, over: Whole = WHOLE) -> Tensor:
+def usable(rows: Tensor, offset: Tensor, var: Tensor, over: Segments) -> Tensor:
     """Whether the batch has rows and finite moments: a bool on the device, for each layer."""
     return over.every(torch.isfinite(offset) & torch.isfinite(var)) & (rows > 0)
 
@@ -147,5 +147,4 @@ def fold(mx: Tensor, vx: Tensor, mean: Tensor, var: Tensor, k: Tensor) -> tuple[
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:
     """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it."""
-    k, _ = gain(mass, decay)
-    return average + k * (value - average)
+    return torch.lerp(average, value, gain(mass, decay)[0])

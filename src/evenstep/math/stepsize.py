@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .constants import inverse_root
-from .segments import WHOLE, Whole
+from .segments import Segments
 
 LONG = 5.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
 
@@ -38,7 +38,7 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
+def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Segments) -> Tensor:
     """A unit's squared gradient: the larger of running mean and newest, plus a share of the layer's mean.
 
     Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. Without it a tenth

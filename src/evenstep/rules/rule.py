@@ -15,7 +15,6 @@ from ..coordinates.coordinates import Field, Schema
 from ..math import guards
 from ..parallel import dtensor
 
-
 DTYPE = attrgetter("dtype")
 
 
@@ -42,10 +41,9 @@ class Columns(NamedTuple):
     """The coordinates of each block's columns, a tensor per block; empty where the coordinates have none."""
 
     mu: Sequence[Tensor] = ()
-    scale: Sequence[Tensor] = ()  # α β; without α one number per block
+    scale: Sequence[Tensor] = ()  # α β of a layer with bias; without α one number per block
     spread: Sequence[Tensor] = ()
     fresh: Sequence[Tensor] = ()
-    alpha: Sequence[Tensor] = ()  # of layers without bias alone
 
 
 class Matrices(NamedTuple):
@@ -191,7 +189,7 @@ class RuleStep:
         return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
     def rows(self, flat: Tensor, *, lasting: bool = False) -> Sequence[Tensor]:
-        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix: `lasting`, or until the next."""
+        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix; `lasting`: beyond the next."""
         if self.on_host and not lasting:
             self.per_unit[0].copy_(flat)
             return self.unit_rows
@@ -223,7 +221,7 @@ class RuleStep:
         if not any(b.alone or b.frozen for b in self.blocks):
             return self.as_blocks(self.wide(self.own(self.parameters)))
         weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
-        return OnV(self.wide(weights), [pack(self.wide(column)) for column in zip(*biases, strict=True)])
+        return OnV([*self.wide(weights)], [pack(self.wide(column)) for column in zip(*biases, strict=True)])
 
     def along(self, rows: Iterable[Tensor], columns: Sequence[Tensor]) -> Tensor:
         """Σ_i c_i x_ij of each unit, packed, with a tensor of columns for each block: `response` of all units."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, project
+from ..math.change_of_variables import Scales, step_to_w_biasless, weights_to_v
 from ..math.moments import Sums, accumulation_dtype, add_zeros, batch_moments
 from ..math.moments import usable as has_moments
 from ..math.segments import Segments
@@ -41,7 +41,9 @@ class TorchStep(RuleStep):
         self.committed: list[Tensor] | None = None  # the same, packed, of the last batch that has joined the state
         self.tallies: list[Tensor] = []
         self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
-        needs = self.coordinates.needs
+        needs, schema = self.coordinates.needs, self.coordinates.state
+        self.per_input = [name for name, field in schema.items() if field.per == "input"]
+        self.per_layer = [name for name in schema if name not in (*self.per_input, "mass")]
         self.layers = Layers(
             Segments([s.inputs if needs >= Statistics.INPUTS else 0 for s in self.stages], self.device),
             Segments([s.units for s in self.stages], self.device),
@@ -65,7 +67,7 @@ class TorchStep(RuleStep):
         self.input_of = None if sum(self.widths) == first else torch.cat(inputs).to(self.device)
         self.group_of = [b.group_of_rows() if b.groups > 1 else None for b in self.blocks]
         # kept, as new views would take longer than what is done with them
-        self.of_columns = self.one.new_empty(4 if self.layers.biased else 5, sum(self.widths))
+        self.of_columns = self.one.new_empty(4, sum(self.widths))
         self.column_parts = self._split(self.of_columns)
 
     def _split(self, every: Tensor) -> list[Sequence[Tensor]]:
@@ -76,6 +78,7 @@ class TorchStep(RuleStep):
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.kept: dict[str, Any] = {}
         self.packed, self.columns = Scales(), Columns()
+        self.scales: list[Scales] = []  # of layers without bias
         self.by_unit: Sequence[Tensor] = ()  # β of each unit, as columns of the blocks' matrices
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
         self.on_v, self.direction = OnV([], []), Direction([], [])
@@ -89,16 +92,18 @@ class TorchStep(RuleStep):
         self.packed = self.coordinates.at(self.kept, self.batch, self.layers)
         self._by_block(self.packed)
         weights, biases = self.as_blocks(self._gradients(divisor))
-        rows = self.rows(sum(biases[1:], biases[0])) if biases else None
         scale, mu = self.bias_scale, self.columns.mu
-        if mu and rows:
+        if self.scales:
+            weights = [weights_to_v(weight, None, c) for weight, c in zip(weights, self.scales, strict=True)]
+        elif mu:  # the same of layers with biases, all at once
+            rows = self.rows(sum(biases[1:], biases[0]))
             weights = self._scaled(list(foreach.addcmul(weights, mu, rows, value=-1)), own=True)
         else:
-            weights = self._projected(self._scaled(weights, own=False))
+            weights = self._scaled(weights, own=False)
         self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
         self.owned = bool(mu) and (scale is not None or len(weights) > 1)
 
-    def _gradients(self, divisor: Tensor | None) -> list[Tensor]:
+    def _gradients(self, divisor: Tensor | None) -> Sequence[Tensor]:
         """The gradients of the parameters: those of a descent, of a mean loss."""
         grads = self.wide([*map(gradient, self.parameters)])
         if divisor is not None and self.group.get("reduction") == "sum":
@@ -108,34 +113,36 @@ class TorchStep(RuleStep):
     def finite(self) -> Tensor | bool:
         """Whether all gradients are finite."""
         if self.on_host:  # squares of large gradients overflow, though
-            linear = self.rule.linear  # other rules need the squares anyway
-            sums = torch.stack(torch._foreach_norm(sum(self.on_v, []))) if linear else self.unit_square()
-            if isfinite(sums.sum().item()):
+            weights, biases = self.on_v
+            norms = torch.stack(torch._foreach_norm([*weights, *biases])) if self.rule.linear else None
+            if isfinite((self.unit_square() if norms is None else norms).sum().item()):  # which other rules need anyway
                 return True
-        return all_finite([gradient(p) for p in self.parameters])
+        return all_finite([*map(gradient, self.parameters)])
 
     def _find_batch(self) -> None:
         """Read the state of the coordinates, and what the hooks added up."""
-        self.kept, self.batch = {}, Batch(self.one, self.one, self.one, self.one)
-        if self.coordinates.needs == Statistics.NOTHING or not self.stages:
+        needs, self.kept, self.batch = self.coordinates.needs, {}, Batch(self.one, self.one, self.one, self.one)
+        if needs == Statistics.NOTHING or not self.stages:
             return
         self._find_counts()
-        rows, zeros, applied, examples, some = self.tallies
-        alike = self.committed is self.tallies
-        self.batch = Batch(rows, applied, examples, some, alike=alike)
-        schema, mean, var = self.coordinates.state, self.one, self.one
-        self.kept = {name: self.read(name) for name, field in schema.items() if field.per != "input" and name != "mass"}
-        if self.coordinates.needs < Statistics.INPUTS:
-            return
-        names, centres = [name for name, field in schema.items() if field.per == "input"], [s.centre for s in self.stages]
+        rows, _, applied, examples, some = self.tallies
+        self.kept = {name: self.read(name) for name in self.per_layer}
+        self.batch = Batch(rows, applied, examples, some, alike=self.committed is self.tallies)
+        if needs >= Statistics.INPUTS:
+            self._find_moments()
+
+    def _find_moments(self) -> None:
+        """Read the running moments, and those of the batch."""
+        rows, zeros, applied, examples, usable = self.tallies
         moments = [s.moments for s in self.stages if s.moments is not None and not s.stuffed]
         direct = self.on_host and len(moments) == len(self.stages)
-        found = [[*each] for each in zip(*moments, strict=True)][:2] if direct else []
-        # all at once: each of these operations takes longer than its arithmetic
-        centre, *found = self.wide(packed([centres, *found, *map(self.live, names)]))
-        self.kept.update(zip(names, found[-len(names) :], strict=True))
+        lists = [[s.centre for s in self.stages], *map(self.live, self.per_input)]
+        lists += [[*each] for each in zip(*moments, strict=True)][:2] if direct else []
+        # all at once: each operation takes longer than its arithmetic
+        centre, *found = self.wide(torch.cat([t for each in lists for t in each]).chunk(len(lists)))
+        self.kept.update(zip(self.per_input, found, strict=False))
         if direct:
-            offset, var = found[:2]
+            offset, var = found[-2:]
         else:
             sums = Sums(self.layers.inputs.widen(rows), *torch.cat([s.slots for s in self.stages], 2).sum(0).unbind())
             if any(s.stuffed for s in self.stages):
@@ -144,10 +151,12 @@ class TorchStep(RuleStep):
         mass = self.number("mass")
         complete = self.on_host and self.all_rows and isinstance(mass, float) and mass > 0
         complete = complete and isfinite(var.sum().item())
-        self.kept["mass"] = mass if complete or isinstance(mass, Tensor) else torch.full_like(rows, mass)
-        usable = some if complete else has_moments(rows, offset, var, self.layers.inputs)
+        if not complete:
+            mass = mass if isinstance(mass, Tensor) else torch.full_like(rows, mass)
+            usable = has_moments(rows, offset, var, self.layers.inputs)
+        self.kept["mass"] = mass
         g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        self.batch = Batch(rows, applied, examples, usable, centre + offset, var, g2, complete, alike)
+        self.batch = Batch(rows, applied, examples, usable, centre + offset, var, g2, complete, self.batch.alike)
 
     def _find_counts(self) -> None:
         """Find what the hooks counted, per layer."""
@@ -160,22 +169,33 @@ class TorchStep(RuleStep):
 
     def _by_block(self, scales: Scales) -> None:
         """Find the coordinates of each block, as its matrix has them."""
-        beta = scales.beta
-        self.bias_scale = None if beta is None else self.units.widen(beta)
-        if beta is not None and self.coordinates.beta_per_output:
-            self.bias_scale, beta = pack(self._own_outputs(beta)), None
+        beta, betas = scales.beta, list[Any]()  # one number per block, or [unit]
+        if beta is None:
+            betas = [None] * len(self.blocks)
+        elif self.coordinates.beta_per_output:
+            betas, beta = self._own_outputs(beta), None
+            self.bias_scale = pack(betas)
             self.by_unit = self.rows(self.bias_scale, lasting=True)
+        else:
+            betas, self.bias_scale = list(beta.unbind()), self.units.widen(beta)
         if scales.constant is not None and self.bias_scale is not None:
             self.bias_scale = self.bias_scale * self.units.widen(scales.constant)
         if scales.alpha is None or scales.mu is None or scales.spread is None or scales.fresh is None:
-            self.columns = Columns(scale=() if beta is None else beta.unbind())
+            self.columns = Columns(scale=() if beta is None else betas)
             return
-        scale = scales.alpha if beta is None else scales.alpha * self.layers.inputs.widen(beta)
-        every = [scales.mu, scale, scales.spread, scales.fresh, *([] if self.layers.biased else [scales.alpha])]
-        columns = self._columns(every, self.on_host)
+        scale = scales.alpha if beta is None or not self.layers.biased else self._with_beta(scales.alpha, beta)
+        columns = self._columns([scales.mu, scale, scales.spread, scales.fresh], self.on_host)
         if any(group is not None for group in self.group_of):
             columns = [self._by_row(each) for each in columns]
         self.columns = Columns(*columns)
+        if not self.layers.biased:
+            of_blocks = zip(self.columns.mu, self.columns.scale, betas, strict=True)
+            self.scales = [Scales(mu, alpha, beta=own) for mu, alpha, own in of_blocks]
+
+    def _with_beta(self, alpha: Tensor, beta: Tensor) -> Tensor:
+        """α β of each input, β of its layer."""
+        scale: Tensor = alpha * self.layers.inputs.widen(beta)
+        return scale
 
     def _columns(self, packed: Sequence[Tensor], keep: bool = False) -> list[Sequence[Tensor]]:
         """Packed tensors per input as tensors per column, of each block; with `keep` they last until the next time."""
@@ -196,19 +216,13 @@ class TorchStep(RuleStep):
         alpha, beta = self.packed.alpha, self.packed.beta
         if alpha is None:
             return [None] * len(self.blocks)
-        scale = alpha if beta is None else alpha * self.layers.inputs.widen(beta)
+        scale = alpha if beta is None else self._with_beta(alpha, beta)
         return [x.view(b.groups, -1) for b, x in zip(self.blocks, self._columns([scale])[0], strict=True)]
 
     def _own_outputs(self, flat: Tensor) -> list[Tensor]:
         """A packed tensor per output as [unit] of each block: the rows this rank has."""
         parts = zip(self.blocks, torch.split_with_sizes(flat, self.layers.outputs.sizes), strict=True)
         return [dtensor.part(part, b.weight) if dtensor.sharded(b.weight) else part for b, part in parts]
-
-    def _projected(self, weights: list[Tensor]) -> list[Tensor]:
-        """The factor of layers without bias, `change_of_variables.project`."""
-        pairs = zip(self.columns.mu, self.columns.alpha, strict=True)
-        scales = [Scales(mu, alpha) for mu, alpha in pairs] if self.columns.alpha else []
-        return [*map(project, weights, scales)] if scales else weights
 
     def _scaled(self, weights: list[Tensor], own: bool) -> list[Tensor]:
         """α β of each weight: a gradient or a step, between w and v; in place if the memory is our `own`."""
@@ -224,7 +238,8 @@ class TorchStep(RuleStep):
         """Take the direction on v back to w, hold every unit to its trust radius, and move the parameters."""
         weights, biases, scale, own = self.direction
         self.on_v, self.direction = OnV([], []), Direction([], [])
-        steps = self._scaled(self._projected(weights), own)
+        pairs = zip(weights, self.scales, strict=False)
+        steps = [step_to_w_biasless(*pair) for pair in pairs] if self.scales else self._scaled(weights, own)
         del weights
         along = self.along(steps, self.columns.mu) if self.columns.mu else None
         gain, biases = self._rated(biases, scale)
@@ -315,7 +330,8 @@ class TorchStep(RuleStep):
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batch join the moments, and the next one be summed about the running mean."""
-        after, more, complete = self.coordinates.after(self.kept, self.batch, self.layers), [], self.batch.complete
+        after, complete = self.coordinates.after(self.kept, self.batch, self.layers), self.batch.complete
+        more: list[tuple[list[Tensor], Tensor]] = []
         self.write(after)
         self.committed = self.tallies if self.on_host else None
         if "mx" in after:
@@ -329,8 +345,3 @@ class TorchStep(RuleStep):
                 stage.centred = complete
         self.flush(ok, more)
         self._release()
-
-
-def packed(lists: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Lists of tensors, each list flat; the lists have as many elements."""
-    return torch.cat([t for each in lists for t in each]).chunk(len(lists))

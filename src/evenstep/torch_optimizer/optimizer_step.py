@@ -1,6 +1,6 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -167,12 +167,12 @@ class CoordinateOptimizer(ModelOptimizer):
         """What gradients are divided by to be those of a mean loss; None for 1."""
         return None
 
-    def _finite(self, finite: list[Tensor | bool]) -> Tensor | Literal[False] | None:
+    def _finite(self, found: Sequence[Tensor | bool]) -> Tensor | Literal[False] | None:
         """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
-        finite = [f for f in finite if f is not True]
+        finite = [f for f in found if isinstance(f, Tensor)]  # True: the host knows
         if not finite:
             return None
         device = finite[0].device
