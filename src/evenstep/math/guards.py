@@ -46,8 +46,8 @@ def squared_length(stretch: Tensor, level: Tensor | None) -> Tensor:
     """
     if level is None:
         return stretch
-    square = level * level
-    return stretch + (square if level.dim() == stretch.dim() else square.amin(0))
+    level = level if level.dim() == stretch.dim() else level.abs().amin(0)
+    return torch.addcmul(stretch, level, level)
 
 
 def bounds_steps(settings: Mapping[str, Any]) -> bool:

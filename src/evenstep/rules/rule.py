@@ -113,6 +113,7 @@ class RuleStep:
         self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
         self.memories = [state[p] for p in self.parameters]  # each lookup by a tensor is a call of Python's
         self.sharded = any(b.sharded for b in blocks)
+        self.in_order = all(b.in_order is not None for b in blocks)  # whether matrices and parameters share memory
         self.local_shapes = [t.shape for t in self.own(self.parameters)]
         sizes = [b.matrix(b.local(b.weight)).shape[0] for b in blocks]
         # the units of each block on this rank; reductions are over all ranks
@@ -337,6 +338,8 @@ def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None, *, ahead: bool = Fa
         # one pass over the memory: M ← m M + g, then g ← g − lr M
         rates = {"momentum": momentum, "lr": -momentum if ahead else 0.0, "dampening": 0.0, "weight_decay": 0.0}
         torch._fused_sgd_(values, values, buffers, **rates, nesterov=False, maximize=False, is_first_step=False)
+        if ahead and step.in_order:  # these are their parts
+            return OnV(on_v.weights, step.per_unit[1:])
         return step.as_blocks(values if ahead else buffers)
     news: Sequence[Tensor] = buffers
     if alike:

@@ -41,6 +41,8 @@ def running_square(step: RuleStep, square: Tensor, *, per_layer: bool = False) -
     average, decay = step.read("square"), step.group["decay"]
     k, after = gain(step.number("square_mass"), decay)
     k = k if step.group.get("bias_correction", True) else 1 - decay
-    average = torch.lerp(average, square.expand_as(average), k if per_layer else step.units.widen(k))
+    if per_layer:
+        square = square.expand_as(average)
+    average = torch.lerp(average, square, k if per_layer else step.units.widen(k))
     step.write({"square": average, "square_mass": after})
     return average

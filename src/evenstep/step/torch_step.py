@@ -263,10 +263,12 @@ class TorchStep(RuleStep):
             # those of the first block stand for all, if they share one group
             few = self.blocks[:1] if len(self.groups) == 1 else self.blocks
             gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in few), strict=True))
-        for factor in (self.bias_scale, scale):
-            rates = rates if factor is None else [rate * factor for rate in rates]
-        biases = [bias * rate for bias, rate in zip(biases, rates, strict=True)]
-        return gain if scale is None else gain * scale, biases
+        all_gain = gain if scale is None else gain * scale
+        if scale is not None:
+            rates = [all_gain if rate is gain else rate * scale for rate in rates]
+        if self.bias_scale is not None:
+            rates = [rate * self.bias_scale for rate in rates]
+        return all_gain, [bias * rate for bias, rate in zip(biases, rates, strict=True)]
 
     def _common(self, rates: Sequence[Any]) -> Any:
         """The stepsize that all blocks have, or one per unit."""
@@ -303,9 +305,9 @@ class TorchStep(RuleStep):
 
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
-        foreach.copy_([s.last for s in self.stages], torch.stack([raised, held, largest], 1).unbind())
-        fired = torch.stack([raised, held, self.each], 1)
-        foreach.add_([s.fired for s in self.stages], fired.unbind())
+        rows = torch.stack([raised, held, largest, raised, held, self.each], 1).view(-1, 3).unbind()
+        foreach.copy_([s.last for s in self.stages], rows[0::2])
+        foreach.add_([s.fired for s in self.stages], rows[1::2])
 
     def _displace(self, steps: list[Tensor], gain: Any, ok: Tensor | None) -> None:
         """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so; steps of weights are times `gain`.
