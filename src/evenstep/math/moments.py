@@ -28,14 +28,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sum_about(x: Tensor, centre: Tensor, dim: int) -> Tensor:
     """Σ(x − c) and Σ(x − c)², stacked, over every dimension of `x` but `dim`, in the dtype of `centre`."""
-    others, deviation = [d for d in range(x.dim()) if d != dim % x.dim()], deviation_from(x, centre, dim)
+    others, behind = [d for d in range(x.dim()) if d != dim % x.dim()], x.dim() - 1 - dim % x.dim()
+    deviation = x.to(centre.dtype) - (centre.view(-1, *[1] * behind) if behind else centre)
     return torch.stack([t.sum(others) if others else t for t in (deviation, deviation * deviation)])
-
-
-def deviation_from(x: Tensor, centre: Tensor, dim: int) -> Tensor:
-    """x − c, inputs along `dim`, in the dtype of `centre`."""
-    behind = x.dim() - 1 - dim % x.dim()
-    return x.to(centre.dtype) - (centre.view(-1, *[1] * behind) if behind else centre)
 
 
 def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:

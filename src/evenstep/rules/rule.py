@@ -4,7 +4,7 @@ To add one: a class here, used by an optimizer class.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,6 @@ from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import guards
 from ..parallel import dtensor
-
-DTYPE = attrgetter("dtype")
 
 
 class OnV(NamedTuple):
@@ -236,7 +234,7 @@ class RuleStep:
 
     def wide(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors in the dtype that the step is computed in."""
-        if {*map(DTYPE, tensors)} <= {self.dtype}:
+        if {t.dtype for t in tensors} <= {self.dtype}:
             return tensors
         return [t.to(self.dtype) for t in tensors]
 
@@ -333,7 +331,7 @@ def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None, *, ahead: bool = Fa
     if not momentum:
         return on_v
     buffers, values = step.buffers("momentum_buffer"), step.as_parameters(on_v)
-    alike = ok is None and {*map(DTYPE, buffers)} == {*map(DTYPE, values)}
+    alike = ok is None and {b.dtype for b in buffers} == {v.dtype for v in values}
     if alike and step.owned and step.on_host and all(map(Tensor.is_contiguous, [*values, *buffers])):
         # one pass over the memory: M ← m M + g, then g ← g − lr M
         rates = {"momentum": momentum, "lr": -momentum if ahead else 0.0, "dampening": 0.0, "weight_decay": 0.0}

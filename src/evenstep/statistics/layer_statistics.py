@@ -102,12 +102,12 @@ class LayerStatistics:
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
     - `dirty`: eager code may have added to these tensors since the last step.
-    - `settled`: `centre` is known to be the running mean, which all ranks share; `centred`: it is known not to be NaN.
+    - `settled`: `centre` is known to be the running mean, which all ranks share.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
-    settled = centred = False
+    settled = False
     counted: Sequence[float] = NONE
     seen_number: int | None = None
     moments: tuple[Tensor, Tensor, int] | None = None
@@ -230,7 +230,7 @@ class LayerStatistics:
         self.counted = [*map(add, self.counted, (rows.rows if rows else 0, look.zeros, look.applied, examples))]
         self.seen_number = number
         if rows is not None:
-            if not self.centred:
+            if not self.settled:
                 self._centre_on(rows.of(x), look.dim)
             if self.cleared and rows.rows:
                 self.moments = *rows.moments(x, self.centre), rows.rows

@@ -169,15 +169,14 @@ class TorchStep(RuleStep):
 
     def _by_block(self, scales: Scales) -> None:
         """Find the coordinates of each block, as its matrix has them."""
-        beta, betas = scales.beta, list[Any]()  # one number per block, or [unit]
-        if beta is None:
-            betas = [None] * len(self.blocks)
-        elif self.coordinates.beta_per_output:
+        beta = scales.beta
+        betas: Sequence[Any] = [None] * len(self.blocks)  # a number for each, or one per unit
+        if beta is not None and self.coordinates.beta_per_output:
             betas, beta = self._own_outputs(beta), None
             self.bias_scale = pack(betas)
             self.by_unit = self.rows(self.bias_scale, lasting=True)
-        else:
-            betas, self.bias_scale = list(beta.unbind()), self.units.widen(beta)
+        elif beta is not None:
+            betas, self.bias_scale = beta.unbind(), self.units.widen(beta)
         if scales.constant is not None and self.bias_scale is not None:
             self.bias_scale = self.bias_scale * self.units.widen(scales.constant)
         if scales.alpha is None or scales.mu is None or scales.spread is None or scales.fresh is None:
@@ -343,7 +342,7 @@ class TorchStep(RuleStep):
                     mx, mass = (torch.where(ok, after[name], self.kept[name]) for name in ("mx", "mass"))
                 mx = torch.where(self.layers.inputs.widen(mass > 0), mx, torch.nan)
             more.append(([s.centre for s in self.stages], mx))
-            for stage in self.stages:
-                stage.centred = complete
+            for stage in self.stages if complete else ():
+                stage.settled = True
         self.flush(ok, more)
         self._release()

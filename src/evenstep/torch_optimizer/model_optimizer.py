@@ -273,7 +273,7 @@ class ModelOptimizer(Optimizer):
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
         self._statistics.clear()
         for entry, layer in self._statistics.layers.items():
-            layer.settled = layer.centred = False
+            layer.settled = False
             if "mx" in (state := self.state.get(entry.weight, {})):
                 layer.centre.copy_(torch.where(state["mass"] > 0, state["mx"], torch.nan))
 
