@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     """The coordinates of each block's columns, a tensor per block; empty where the coordinates have none."""
 
     mu: Sequence[Tensor] = ()
-    scale: Sequence[Tensor] = ()  # α β of a layer with bias; without α one number per block
+    scale: Sequence[Tensor] = ()  # α β; without α one number per block
     spread: Sequence[Tensor] = ()
     fresh: Sequence[Tensor] = ()
 
@@ -187,9 +187,9 @@ class RuleStep:
         weights = [t if b.is_matrix else b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
         return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
-    def rows(self, flat: Tensor, *, lasting: bool = False) -> Sequence[Tensor]:
-        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix; `lasting`: beyond the next."""
-        if self.on_host and not lasting:
+    def rows(self, flat: Tensor) -> Sequence[Tensor]:
+        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix; on the host until the next."""
+        if self.on_host:
             self.per_unit[0].copy_(flat)
             return self.unit_rows
         return torch.split_with_sizes(flat.unsqueeze(1), self.units.sizes)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, step_to_w_biasless, weights_to_v
+from ..math.change_of_variables import Scales, scaled, step_to_w_biasless, weights_to_v
 from ..math.moments import Sums, accumulation_dtype, add_zeros, batch_moments
 from ..math.moments import usable as has_moments
 from ..math.segments import Segments
@@ -78,8 +78,7 @@ class TorchStep(RuleStep):
         """Forget what belongs to a single step: some of it is as large as the model."""
         self.kept: dict[str, Any] = {}
         self.packed, self.columns = Scales(), Columns()
-        self.scales: list[Scales] = []  # of layers without bias
-        self.by_unit: Sequence[Tensor] = ()  # β of each unit, as columns of the blocks' matrices
+        self.scales: list[Scales] = []  # of each block, if it has no bias or a β per unit
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
         self.on_v, self.direction = OnV([], []), Direction([], [])
 
@@ -93,10 +92,10 @@ class TorchStep(RuleStep):
         self._by_block(self.packed)
         weights, biases = self.as_blocks(self._gradients(divisor))
         scale, mu = self.bias_scale, self.columns.mu
+        rows: Sequence[Any] = self.rows(sum(biases[1:], biases[0])) if biases else [None] * len(weights)
         if self.scales:
-            weights = [weights_to_v(weight, None, c) for weight, c in zip(weights, self.scales, strict=True)]
-        elif mu:  # the same of layers with biases, all at once
-            rows = self.rows(sum(biases[1:], biases[0]))
+            weights = [*map(weights_to_v, weights, rows, self.scales)]
+        elif mu:  # the same of all blocks at once
             weights = self._scaled(list(foreach.addcmul(weights, mu, rows, value=-1)), own=True)
         else:
             weights = self._scaled(weights, own=False)
@@ -174,7 +173,6 @@ class TorchStep(RuleStep):
         if beta is not None and self.coordinates.beta_per_output:
             betas, beta = self._own_outputs(beta), None
             self.bias_scale = pack(betas)
-            self.by_unit = self.rows(self.bias_scale, lasting=True)
         elif beta is not None:
             betas, self.bias_scale = beta.unbind(), self.units.widen(beta)
         if scales.constant is not None and self.bias_scale is not None:
@@ -182,12 +180,13 @@ class TorchStep(RuleStep):
         if scales.alpha is None or scales.mu is None or scales.spread is None or scales.fresh is None:
             self.columns = Columns(scale=() if beta is None else betas)
             return
-        scale = scales.alpha if beta is None or not self.layers.biased else self._with_beta(scales.alpha, beta)
+        one_by_one = self.coordinates.beta_per_output or not self.layers.biased
+        scale = scales.alpha if beta is None or one_by_one else self._with_beta(scales.alpha, beta)
         columns = self._columns([scales.mu, scale, scales.spread, scales.fresh], self.on_host)
         if any(group is not None for group in self.group_of):
             columns = [self._by_row(each) for each in columns]
         self.columns = Columns(*columns)
-        if not self.layers.biased:
+        if one_by_one:
             of_blocks = zip(self.columns.mu, self.columns.scale, betas, strict=True)
             self.scales = [Scales(mu, alpha, beta=own) for mu, alpha, own in of_blocks]
 
@@ -225,11 +224,8 @@ class TorchStep(RuleStep):
 
     def _scaled(self, weights: list[Tensor], own: bool) -> list[Tensor]:
         """α β of each weight: a gradient or a step, between w and v; in place if the memory is our `own`."""
-        for factors in (self.columns.scale, self.by_unit):
-            if factors:
-                weights = list((foreach.mul_ if own else foreach.mul)(weights, factors))
-                own = True
-        return weights
+        factors = self.columns.scale
+        return list((foreach.mul_ if own else foreach.mul)(weights, factors)) if factors else weights
 
     # the step
 
@@ -237,8 +233,8 @@ class TorchStep(RuleStep):
         """Take the direction on v back to w, hold every unit to its trust radius, and move the parameters."""
         weights, biases, scale, own = self.direction
         self.on_v, self.direction = OnV([], []), Direction([], [])
-        pairs = zip(weights, self.scales, strict=False)
-        steps = [step_to_w_biasless(*pair) for pair in pairs] if self.scales else self._scaled(weights, own)
+        back = scaled if self.layers.biased else step_to_w_biasless
+        steps = [*map(back, weights, self.scales)] if self.scales else self._scaled(weights, own)
         del weights
         along = self.along(steps, self.columns.mu) if self.columns.mu else None
         gain, biases = self._rated(biases, scale)
