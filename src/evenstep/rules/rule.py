@@ -24,15 +24,12 @@ class OnV(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A direction of descent on v; `scale`, if any, multiplies each unit's, bias included.
-
-    `own`: nothing else has the memory of its weights.
-    """
+    """A direction of descent on v; `scale`, if any, multiplies each unit's, bias included."""
 
     weights: list[Tensor]
     biases: list[Tensor]
     scale: Tensor | None = None
-    own: bool = False
+    own: bool = False  # whether nothing else has the memory of its weights
 
 
 class Columns(NamedTuple):
