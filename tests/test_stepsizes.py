@@ -185,7 +185,7 @@ def test_denominator_of_eq11_is_the_root_of_the_fan_in():
     on_weight = torch.einsum("e,bi->ebi", g, x).flatten(0, 1)  # an example where a layer has units
     on_bias, g2 = g.repeat_interleave(len(x)).view(1, -1), (g * g).mean()
     for bias, truth in ((None, n), (on_bias, n + 1)):
-        square = guards.squared_length(on_weight.square().sum(1), bias).mean()
+        square = guards.squared_length(guards.stretch(on_weight, None), bias).mean()
         assert_close((square / g2).sqrt().item(), math.sqrt(truth))
 
 

@@ -24,8 +24,5 @@ def _run(name: str, together: Callable[..., Any], *lists: Sequence[Tensor], **op
 
 add = partial(_run, "add", torch._foreach_add)  # values, others, alpha=1
 add_ = partial(_run, "add_", torch._foreach_add_)  # targets, values, alpha=1
-addcmul = partial(_run, "addcmul", torch._foreach_addcmul)  # values, factors, factors, value=1
-mul = partial(_run, "mul", torch._foreach_mul)  # values, factors
-mul_ = partial(_run, "mul_", torch._foreach_mul_)  # targets, factors
 copy_ = partial(_run, "copy_", torch._foreach_copy_)  # targets, values
 zero_ = partial(_run, "zero_", torch._foreach_zero_)  # targets

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .coordinates.coordinates import Statistics
-from .math.moments import batch_moments
+from .math.moments import batch_moments, usable
 from .statistics.layer_statistics import LayerStatistics
 from .step.block import Block
 from .torch_optimizer.optimizer_step import CoordinateOptimizer
@@ -170,7 +170,7 @@ class _Memory:
         """The share of newly dead inputs and the first columns; remembers what later steps need."""
         sums = layer.sums()
         offset, var = batch_moments(sums)
-        mean, finite = layer.centre + offset, (offset + var).isfinite().all() & (sums.rows > 0)
+        mean, finite = layer.centre + offset, usable(sums.rows, offset, var)
         known = finite & (state["mass"] > 0)
         log2, shift = (torch.where(known, c, 0.0).nan_to_num(0.0) for c in changes(mean, var, sums.rows, state))
         up, down = self.run.clamp(min=0) + 1, self.run.clamp(max=0) - 1

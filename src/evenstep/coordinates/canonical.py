@@ -1,7 +1,7 @@
 """Canonical coordinates (§2.3, eq. 5)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,17 +21,17 @@ class Canonical(Whitening):
     beta_per_output = True
     state: ClassVar[Schema] = {**Whitening.state, "mg2": Field("output", nonnegative=True)}
 
-    def at(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> Scales:
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """From the moments of earlier batches; β from the layer's geometry before the first batch."""
         scales, widen = super().at(state, batch, layers), layers.outputs.widen
-        started = torch.as_tensor(state["mass"]) > 0
+        started = state["mass"] > 0
         mg2 = torch.where(widen(started), state["mg2"], batch_mg2(batch, layers))
         beta = inverse_root(damped(mg2, layers.group["damping"], layers.outputs)).nan_to_num(0.0)  # of a skipped batch
         geometry = torch.ones_like(started, dtype=beta.dtype) if scales.beta is None else scales.beta
         known = widen(started | (batch.applied > 0))
         return scales._replace(beta=torch.where(known, beta, widen(geometry)))
 
-    def after(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> dict[str, Any]:
+    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The batch joins the running moments, squared gradients included."""
         outputs, fresh = layers.outputs, batch_mg2(batch, layers)
         joined = fold_mean(state["mg2"], fresh, outputs.widen(state["mass"]), layers.group["decay"])

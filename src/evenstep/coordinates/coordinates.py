@@ -49,12 +49,12 @@ class Batch(NamedTuple):
     applied: Tensor  # per layer: how often its weight was used
     examples: Tensor  # per layer
     usable: Tensor  # per layer: whether it has rows, and all its sums are finite
-    mean: Tensor | None = None  # per input
+    offset: Tensor | None = None  # per input: mean less centre
     var: Tensor | None = None  # per input
+    centre: Tensor | None = None  # per input
     g2: Tensor | None = None  # per output: Σ ĝ²
-    # whether the host knows that all layers have moments and usable sums: no masks are needed, and `mass` is a number
+    # whether the host knows that all layers have moments and usable sums about their running means: no masks are needed
     complete: bool = False
-    alike: bool = False  # whether the host knows that the counts are those of the batch before
 
 
 class Layers(NamedTuple):
@@ -81,10 +81,10 @@ class Coordinates:
         """`linear` is whether the rule is. One that normalizes gets β = 1: (n·S)^(−1/4) was measured, and lost."""
         self.linear = linear
 
-    def at(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> Scales:
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """The coordinates of this step. `state` has a flat tensor per field."""
         return Scales()
 
-    def after(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> dict[str, Any]:
+    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The state after this step: the batch joins the moments."""
         return {}

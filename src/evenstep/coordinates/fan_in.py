@@ -1,7 +1,9 @@
 """Fan-in coordinates (§3.5)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from ..math.change_of_variables import Scales
 from ..math.constants import geometry_beta2, sharing
@@ -16,15 +18,12 @@ class FanIn(Coordinates):
     fused: Sequence[str] = ()
     state: ClassVar[Schema] = {"sharing": Field("layer", nonnegative=True, initial=1.0)}
 
-    def at(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> Scales:
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """β from the layer's geometry, where the rule is linear."""
         if not self.linear:
             return Scales()
-        now = {**state, **FanIn.after(self, state, batch, layers)}
-        return Scales(beta=geometry_beta2(layers.fan_in, now["sharing"]).sqrt())
+        return Scales(beta=geometry_beta2(layers.fan_in, FanIn.after(self, state, batch, layers)["sharing"]).sqrt())
 
-    def after(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> dict[str, Any]:
+    def after(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> dict[str, Tensor]:
         """The sharing count, for steps that see no batch."""
-        if batch.alike:
-            return {}
         return {"sharing": sharing(batch.applied, batch.examples, state["sharing"], layers.group.get("sharing"))}

@@ -1,7 +1,8 @@
 """Whitened coordinates in which steps are as long as in plain ones."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from torch import Tensor
 
 from ..math.change_of_variables import Scales
 from ..math.constants import plain_size
@@ -19,7 +20,7 @@ class PlainSize(Whitening):
 
     fused: Sequence[str] = ("PLAIN_SIZE",)
 
-    def at(self, state: Mapping[str, Any], batch: Batch, layers: Layers) -> Scales:
+    def at(self, state: Mapping[str, Tensor], batch: Batch, layers: Layers) -> Scales:
         """Whitened coordinates with another β, and a scale for the constant input."""
         scales = super().at(state, batch, layers)
         assert scales.mu is not None and scales.alpha is not None and scales.spread is not None

@@ -7,12 +7,12 @@ tensor out, so the same functions serve one layer or, under `torch.func.vmap`, m
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .segments import WHOLE, Whole
 
 STEADY = 1e-6  # least variance of an input over its squared mean, in a layer without bias: what float32 resolves
 
 
-def damped(vx: Tensor, damping: float | Tensor, over: Segments) -> Tensor:
+def damped(vx: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """The variance kept in the paper's "suitable range": vx_i + damping · mean_i vx_i.
 
     Departs from the paper, which names no range: relative to the layer, so that it does not depend on the scale of
@@ -39,7 +39,7 @@ def sharing(applied: Tensor, examples: Tensor, last: Tensor, declared: float | N
 
 
 def plain_size(
-    mu: Tensor, alpha: Tensor, spread: Tensor, damping: float | Tensor, *, biased: bool, over: Segments
+    mu: Tensor, alpha: Tensor, spread: Tensor, damping: float | Tensor, *, biased: bool, over: Whole = WHOLE
 ) -> tuple[Tensor, Tensor]:
     """β of a layer whose whitened steps are as long as plain ones, and the scale of its constant input over β.
 

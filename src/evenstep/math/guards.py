@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .change_of_variables import response
+from .segments import WHOLE, Whole
 
 CROWD = 3.0  # how far beyond its layer's typical relative step a normalizing rule may move a unit
 TRUST_FLOOR = 1e-3  # s₀: the least length of a unit; absolute, or units that shrink would take steps of their old size
@@ -38,6 +39,11 @@ def unproven(mx: Tensor, mass: Tensor) -> Tensor:
     return (mass - 1) * (-DRIFT * DRIFT) * mx * mx  # torch takes far longer for a number less a tensor
 
 
+def stretch(weight: Tensor, spread: Tensor | None) -> Tensor:
+    """Σ w_ij² spread_i of each unit; the plain sum of squares without a spread."""
+    return torch.linalg.vecdot(weight, weight) if spread is None else response(weight * weight, spread)
+
+
 def squared_length(stretch: Tensor, level: Tensor | None) -> Tensor:
     """‖u_j‖² of each unit in whitened coordinates: Σ w_ij² spread_i + (w_0j + Σ μ_i w_ij)².
 
@@ -46,8 +52,8 @@ def squared_length(stretch: Tensor, level: Tensor | None) -> Tensor:
     """
     if level is None:
         return stretch
-    level = level if level.dim() == stretch.dim() else level.abs().amin(0)
-    return torch.addcmul(stretch, level, level)
+    square = level * level
+    return stretch + (square if level.dim() == stretch.dim() else square.amin(0))
 
 
 def bounds_steps(settings: Mapping[str, Any]) -> bool:
@@ -80,7 +86,7 @@ def trust_factor(
     return factor, over
 
 
-def typical(relative2: Tensor, over: Segments) -> Tensor:
+def typical(relative2: Tensor, over: Whole = WHOLE) -> Tensor:
     """The geometric mean of squared relative steps over the units that move; NaN if none does.
 
     Ten per cent of units that move a hundred times as far as the others raise it 1.6-fold, an arithmetic mean 11-fold.

@@ -5,12 +5,12 @@ sums about a centre, `Sums`. Once per step the sums become the batch's moments a
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .segments import WHOLE, Whole
 
 
 class Sums(NamedTuple):
@@ -28,9 +28,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sum_about(x: Tensor, centre: Tensor, dim: int) -> Tensor:
     """Σ(x − c) and Σ(x − c)², stacked, over every dimension of `x` but `dim`, in the dtype of `centre`."""
-    others, behind = [d for d in range(x.dim()) if d != dim % x.dim()], x.dim() - 1 - dim % x.dim()
-    deviation = x.to(centre.dtype) - (centre.view(-1, *[1] * behind) if behind else centre)
+    others, deviation = [d for d in range(x.dim()) if d != dim % x.dim()], deviation_from(x, centre, dim)
     return torch.stack([t.sum(others) if others else t for t in (deviation, deviation * deviation)])
+
+
+def deviation_from(x: Tensor, centre: Tensor, dim: int) -> Tensor:
+    """x − c, inputs along `dim`, in the dtype of `centre`."""
+    behind = x.dim() - 1 - dim % x.dim()
+    return x.to(centre.dtype) - (centre.view(-1, *[1] * behind) if behind else centre)
 
 
 def thinned(x: Tensor, dim: int, limit: int | None) -> Tensor:
@@ -58,30 +63,17 @@ class Lattice(NamedTuple):
     offset: int
     rows: int
     whole: bool
-    about: tuple[int, ...] | None  # the shape in which a centre broadcasts to them (None: its own)
-    flat: tuple[int, ...] | None  # their shape with inputs along dim 1 (None: as they are)
 
     def of(self, x: Tensor) -> Tensor:
         """Those rows of `x`, in one operation."""
         return x if self.whole else x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
-    def moments(self, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-        """`batch_moments` of these rows of `x`: on a CPU two operations instead of seven."""
-        deviation = self.of(x) - (centre if self.about is None else centre.view(self.about))
-        rows = deviation if self.flat is None else deviation.reshape(self.flat)
-        offset, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
-        return offset, var
-
 
 def lattice(x: Tensor, dim: int, limit: int | None) -> Lattice:
     """The lattice of tensors like `x`."""
     found = thinned(x, dim, limit)
-    inputs, dim = found.shape[dim], dim % x.dim()
-    rows, offset = found.numel() // max(1, inputs), int(found.storage_offset() - x.storage_offset())
-    last = dim == x.dim() - 1
-    about = None if last else (inputs, *[1] * (x.dim() - 1 - dim))
-    flat = None if dim == 1 else (-1, inputs) if last else (1, *found.shape)
-    return Lattice(tuple(found.shape), found.stride(), offset, rows, found is x, about, flat)
+    rows, offset = found.numel() // max(1, found.shape[dim]), int(found.storage_offset() - x.storage_offset())
+    return Lattice(tuple(found.shape), found.stride(), offset, rows, found is x)
 
 
 def every(x: Tensor, dim: int, stride: int, rows: int) -> tuple[Tensor, int]:
@@ -106,7 +98,7 @@ def add_zeros(sums: Sums, zeros: Tensor, centre: Tensor) -> Sums:
     return Sums(rows + zeros, first - zeros * centre, second + zeros * centre * centre)
 
 
-def usable(rows: Tensor, offset: Tensor, var: Tensor, over: Segments) -> Tensor:
+def usable(rows: Tensor, offset: Tensor, var: Tensor, over: Whole = WHOLE) -> Tensor:
     """Whether the batch has rows and finite moments: a bool on the device, for each layer."""
     return over.every(torch.isfinite(offset) & torch.isfinite(var)) & (rows > 0)
 
@@ -118,13 +110,20 @@ def batch_moments(sums: Sums) -> tuple[Tensor, Tensor]:
     return offset, torch.addcmul(sums.second / rows, offset, offset, value=-1).clamp(min=0)
 
 
-def gain(mass: Any, decay: float | Tensor) -> tuple[Any, Any]:
-    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m.
+def moments_about(x: Tensor, centre: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """`batch_moments` of `x` itself, inputs along `dim`: on a CPU two operations instead of seven."""
+    deviation, dim = deviation_from(x, centre, dim), dim % x.dim()
+    rows = deviation if dim else deviation.unsqueeze(0)  # [row, input, ...]
+    if dim == x.dim() - 1:
+        rows = deviation.reshape(-1, x.shape[-1])
+    offset, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
+    return offset, var
 
-    `mass` is a tensor or a number.
-    """
+
+def gain(mass: Tensor, decay: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of a new batch in a bias-corrected average, and the mass after it: m ← λm + (1−λ), k = (1−λ)/m."""
     mass = mass * decay + (1 - decay)
-    return mass**-1 * (1 - decay), mass  # torch takes far longer for a number over a tensor
+    return mass.reciprocal() * (1 - decay), mass  # torch takes far longer for a number over a tensor
 
 
 def fold(mx: Tensor, vx: Tensor, mean: Tensor, var: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,4 +141,5 @@ def fold(mx: Tensor, vx: Tensor, mean: Tensor, var: Tensor, k: Tensor) -> tuple[
 
 def fold_mean(average: Tensor, value: Tensor, mass: Tensor, decay: float | Tensor) -> Tensor:
     """A bias-corrected running mean of `value` after one more observation; `mass` is the mass before it."""
-    return torch.lerp(average, value, gain(mass, decay)[0])
+    k, _ = gain(mass, decay)
+    return average + k * (value - average)

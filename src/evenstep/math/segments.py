@@ -1,15 +1,40 @@
-"""Reductions over many layers packed into one flat tensor."""
+"""Reductions over one layer, or over many layers packed into one flat tensor."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-Value = TypeVar("Value", Tensor, float)
+
+class Whole:
+    """One layer: its tensors are reduced as a whole."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of `x`, one for each layer."""
+        return x.sum()
+
+    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """The sum of each tensor."""
+        return tuple(map(self.total, xs))
+
+    def most(self, x: Tensor) -> Tensor:
+        """Largest element of `x`, one for each layer (0 where none is above 0)."""
+        return x.amax().clamp(min=0) if x.numel() else x.sum()
+
+    def widen(self, x: Tensor) -> Tensor:
+        """A value of each layer, which broadcasts to its elements."""
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of `x`, which broadcasts to its elements (0 if `x` is empty)."""
+        return self.widen(self.total(x) / max(1, x.numel()))
+
+    def every(self, mask: Tensor) -> Tensor:
+        """Whether the mask holds for every element, one for each layer."""
+        return self.total((~mask).float()) == 0
 
 
-class Segments:
+class Segments(Whole):
     """Layers packed into flat tensors, one after another: reductions give one value per layer."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -23,21 +48,13 @@ class Segments:
         """Sums, one per layer, in the same order of additions in every run."""
         return self._reduce(x, "sum")
 
-    def totals(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """The sums of each tensor."""
-        return tuple(map(self.total, xs))
-
     def mean(self, x: Tensor) -> Tensor:
-        """Means, repeated for each element of their layer (0 for a layer that is empty)."""
+        """Means, repeated for each element of their layer."""
         return self.widen(self._reduce(x, "mean"))
 
     def most(self, x: Tensor) -> Tensor:
         """Largest elements, one per layer (0 where a layer is empty or has none above 0)."""
         return self._reduce(x, "max").clamp(min=0)
-
-    def every(self, mask: Tensor) -> Tensor:
-        """Whether the mask holds for every element, one for each layer."""
-        return self.total((~mask).float()) == 0
 
     def _reduce(self, x: Tensor, how: str) -> Tensor:
         if torch.compiler.is_compiling():  # compilers fuse plain reductions and do not know this one
@@ -46,6 +63,9 @@ class Segments:
             return torch.stack([getattr(part, how if part.numel() else "sum")() for part in parts])
         return torch.segment_reduce(x, how, offsets=self.offsets, unsafe=True)
 
-    def widen(self, x: Value) -> Value:
-        """One value per layer, repeated for each of its elements; a number or a 0-d tensor stays."""
-        return x.index_select(0, self.owner) if isinstance(x, Tensor) and x.dim() else x
+    def widen(self, x: Tensor) -> Tensor:
+        """One value per layer, repeated for each of its elements."""
+        return x if x.dim() == 0 else x.index_select(0, self.owner)
+
+
+WHOLE = Whole()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .constants import inverse_root
-from .segments import Segments
+from .segments import WHOLE, Whole
 
 LONG = 5.0  # length in whitened coordinates from which a layer's unit takes steps in proportion to its length
 
@@ -38,13 +38,13 @@ def normalized(grad: Tensor, square: Tensor, eps: float | Tensor = 0.0) -> Tenso
     return grad * inverse_root(square + eps)
 
 
-def unit_level(average: Tensor, square: Tensor, damping: float, over: Segments) -> Tensor:
+def unit_level(average: Tensor, square: Tensor, damping: float | Tensor, over: Whole = WHOLE) -> Tensor:
     """A unit's squared gradient: the larger of running mean and newest, plus a share of the layer's mean.
 
     Departs from eq. 11, whose μ is one absolute number: relative to the layer, as inputs are damped. Without it a tenth
     of a layer's units took whole steps along noise, and died.
     """
-    return torch.add(torch.maximum(average, square), over.mean(average), alpha=damping)
+    return torch.maximum(average, square) + damping * over.mean(average)
 
 
 def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
@@ -53,4 +53,4 @@ def own_length(square: Tensor, usual: float = 1.0) -> Tensor:
     In whitened coordinates the length of units is about 1, up to LONG. Rows of an embedding, a norm's gains and units
     with unnormalized inputs may be far longer: steps of lr alone would never shorten them.
     """
-    return (square.sqrt() * (1 / usual)).clamp(min=1)
+    return (square.sqrt() / usual).clamp(min=1)

@@ -48,15 +48,15 @@ class BlockNaturalRule(Rule):
             else:
                 home = step.on_v.weights[0].device
                 square = torch.stack([w.to(home) for w in whole]).sum() if whole else step.unit_square()
-                on_v = self._by_unit(step, square)
+                on_v = self._by_unit(step, square, ok)
             step.direction = Direction(*heavy_ball(step, on_v, ok))
 
-    def _by_unit(self, step: RuleStep, square: Tensor) -> OnV:
+    def _by_unit(self, step: RuleStep, square: Tensor, ok: Tensor | None) -> OnV:
         """The gradient over the root of one squared length per unit, or one for all."""
         if self.bounded and self.block == "unit":
-            square = running_square(step, square)
+            square = running_square(step, square, ok)
         elif self.bounded:
-            square = step.units.widen(running_square(step, square, per_layer=True))
+            square = step.units.widen(running_square(step, square, ok, per_layer=True))
         scale = inverse_root(square + step.group["eps"]).expand(sum(step.units.sizes))
         weights = [w * s for w, s in zip(step.on_v.weights, step.rows(scale), strict=True)]
         return OnV(weights, [bias * scale for bias in step.on_v.biases])

@@ -3,8 +3,7 @@
 To add one: a class here, used by an optimizer class.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from .. import foreach
 from ..coordinates.coordinates import Field, Schema
 from ..math import guards
+from ..math.change_of_variables import Scales, response
 from ..parallel import dtensor
 
 
@@ -29,16 +29,6 @@ class Direction(NamedTuple):
     weights: list[Tensor]
     biases: list[Tensor]
     scale: Tensor | None = None
-    own: bool = False  # whether nothing else has the memory of its weights
-
-
-class Columns(NamedTuple):
-    """The coordinates of each block's columns, a tensor per block; empty where the coordinates have none."""
-
-    mu: Sequence[Tensor] = ()
-    scale: Sequence[Tensor] = ()  # α β; without α one number per block
-    spread: Sequence[Tensor] = ()
-    fresh: Sequence[Tensor] = ()
 
 
 class Matrices(NamedTuple):
@@ -89,7 +79,7 @@ class Rule:
 
     def direction(self, step: "RuleStep", ok: Tensor | None) -> Direction:
         """The direction of the blocks of one step: the gradient, or its momentum where the groups ask for that."""
-        return Direction(*heavy_ball(step, step.on_v, ok), own=step.owned and not step.group["momentum"])
+        return Direction(*heavy_ball(step, step.on_v, ok))
 
 
 class GradientRule(Rule):
@@ -105,20 +95,15 @@ class RuleStep:
     group: dict[str, Any]  # whose settings all blocks share; stepsizes and weight decay aside
     direction: Direction
 
-    def __init__(self, blocks: Sequence[Any], state: Any, dtype: torch.dtype, *, compiled: bool = False) -> None:
+    def __init__(self, blocks: Sequence[Any], state: Any, dtype: torch.dtype) -> None:
         """Blocks of one device, dtype and rule, with equally many biases; `state` is the optimizer's."""
         first = blocks[0]
         self.blocks, self.state, self.group, self.rule = list(blocks), state, first.group, first.rule
         self.device, self.dtype = first.weight.device, dtype
-        # whether reading a tensor costs nothing
-        self.on_host = self.device.type == "cpu" and not (compiled or self.group["capturable"])
         self.one = torch.ones((), dtype=dtype, device=self.device)
         self.parameters = [b.weight for b in blocks]
         self.parameters += [bias for each in zip(*(b.biases for b in blocks), strict=True) for bias in each]
-        self.memories = [state[p] for p in self.parameters]  # each lookup by a tensor is a call of Python's
-        self.sharded = any(b.sharded for b in blocks)
-        self.in_order = all(b.in_order is not None for b in blocks)  # whether matrices and parameters share memory
-        self.local_shapes = [t.shape for t in self.own(self.parameters)]
+        self.local_shapes = [first.local(p).shape for p in self.parameters]
         sizes = [b.matrix(b.local(b.weight)).shape[0] for b in blocks]
         # the units of each block on this rank; reductions are over all ranks
         self.units = dtensor.segments(sizes, first.weight, first.has_rows)
@@ -127,86 +112,54 @@ class RuleStep:
         self.split_units += [] if first.has_rows else dtensor.groups_along(first.weight, rows=True)
         self.row_group = dtensor.row_group(first.weight)
         self.gathers = dtensor.sharded(first.weight) and self.row_group is None  # matrices, as far as rules want those
-        in_groups = any(b.groups > 1 for b in blocks)  # whose units have columns of their own
-        self.dot = torch.linalg.vecdot if in_groups or self.device.type != "cpu" else torch.mv  # in a third of the time
-        # kept, as new views would take longer than what is done with them: a number per unit and bias
-        self.per_unit = [self.one.new_empty(sum(sizes)) for _ in range(1 + len(first.biases))]
-        self.unit_rows = torch.split_with_sizes(self.per_unit[0].unsqueeze(1), sizes)
-        biases = [bias for each in self.per_unit[1:] for bias in torch.split_with_sizes(each, sizes)]
-        self.bias_parts = shaped(biases, self.local_shapes[len(blocks) :])
-        self.on_v, self.columns = OnV([], []), Columns()
+        self.on_v, self.scales = OnV([], []), list[Scales]()
         self.owned = False  # whether nothing else has the memory of `on_v`
         self.square: Tensor | None = None  # of each unit's gradient on v, once it is known in this step
         self.length2: Tensor | None = None  # of each unit, likewise
-        self.pending: dict[str, Any] = {}  # packed fields to be written at the end of the step
-
-    def own(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank has of tensors."""
-        return [*map(dtensor.local, tensors)] if self.sharded else [*tensors]
 
     def live(self, name: str) -> list[Tensor]:
         """A field of each block's weight, as this rank has it."""
-        return self.own(map(itemgetter(name), self.memories[: len(self.blocks)]))
-
-    def buffers(self, name: str) -> list[Tensor]:
-        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
-        return self.own(map(itemgetter(name), self.memories))
+        return [b.local(self.state[b.weight][name]) for b in self.blocks]
 
     def read(self, name: str) -> Tensor:
         """A field of the blocks' state, packed."""
         return self.wide([pack(self.live(name))])[0]
 
-    def number(self, name: str) -> Any:
-        """A field with one number per layer: a plain number if the host knows that all layers have the same."""
-        if self.on_host and len(numbers := {t.item() for t in self.live(name)}) == 1:
-            return numbers.pop()
-        return self.read(name)
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Have packed fields written at the end of the step, if it counts; a plain number is for all blocks."""
-        self.pending.update(values)
-
-    def flush(self, ok: Tensor | None, more: Sequence[tuple[list[Tensor], Tensor]] = ()) -> None:
-        """Write the pending fields, unless the mask `ok` says not to, and packed values into other tensors."""
-        pairs = [(self.live(name), value) for name, value in self.pending.items()]
-        if ok is not None:
-            pairs = [(live, torch.where(ok, value, self.wide([pack(live)])[0])) for live, value in pairs]
+    def write(self, values: Mapping[str, Tensor], ok: Tensor | None) -> None:
+        """Write packed fields back, unless the mask `ok` says that the step does not count."""
         old: list[Tensor] = []  # compilers cannot call list[Tensor]
         new: list[Tensor] = []
-        for live, value in [*pairs, *more]:
+        for name, value in values.items():
+            live = self.live(name)
             old += live
-            new += unpack(value, live) if isinstance(value, Tensor) else [self.one.new_full((), value)] * len(live)
-        self.pending = {}
+            new += unpack(value if ok is None else torch.where(ok, value, self.read(name)), live)
         foreach.copy_(old, new)
+
+    def buffers(self, name: str) -> list[Tensor]:
+        """A field per parameter of all blocks, as this rank has it: weights, then biases."""
+        return [self.blocks[0].local(self.state[p][name]) for p in self.parameters]
 
     def as_parameters(self, on_v: OnV) -> list[Tensor]:
         """Tensors on v in the shapes of the parameters: weights, then biases."""
-        found = [w if b.is_matrix else b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
-        if self.on_host:
-            for kept, packed in zip(self.per_unit[1:], on_v.biases, strict=True):
-                kept.copy_(packed)
-            return found + self.bias_parts
+        found = [b.unmatrix(w) for b, w in zip(self.blocks, on_v.weights, strict=True)]
         biases = [bias for packed in on_v.biases for bias in torch.split_with_sizes(packed, self.units.sizes)]
         return found + shaped(biases, self.local_shapes[len(found) :])
 
     def as_blocks(self, tensors: Sequence[Tensor]) -> OnV:
         """The inverse of `as_parameters`."""
         count = len(self.blocks)
-        weights = [t if b.is_matrix else b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
+        weights = [b.matrix(t) for b, t in zip(self.blocks, tensors[:count], strict=True)]
         return OnV(weights, [pack(tensors[k : k + count]) for k in range(count, len(tensors), count)])
 
     def rows(self, flat: Tensor) -> Sequence[Tensor]:
-        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix; on the host until the next."""
-        if self.on_host:
-            self.per_unit[0].copy_(flat)
-            return self.unit_rows
+        """A number per unit as [unit, 1] of each block, which broadcasts to its matrix."""
         return torch.split_with_sizes(flat.unsqueeze(1), self.units.sizes)
 
     def unit_square(self) -> Tensor:
         """Σ of squares of the gradient on v over each unit, its bias included."""
         if self.square is None:
             weights, biases = self.on_v
-            square = torch.cat([torch.linalg.vector_norm(w, dim=1) for w in weights]).square()
+            square = pack([torch.linalg.vector_norm(w, dim=1) for w in weights]).square()
             for bias in biases:
                 square = torch.addcmul(square, bias, bias)
             self.square = self.whole_units(square)
@@ -215,36 +168,20 @@ class RuleStep:
     def unit_length2(self) -> Tensor:
         """‖u_j‖² of each unit, parts that do not train included; the shortest where a weight serves several biases."""
         if self.length2 is None:
-            weights, rows = self._whole()
+            weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
+            pairs = list(zip(self.wide(weights), self.scales, strict=True))
+            rows = [pack(self.wide(column)) for column in zip(*biases, strict=True)]
             level = None if not rows else rows[0] if len(rows) == 1 else torch.stack(rows)
-            if self.columns.mu:
-                mean = self.along(weights, self.columns.mu)
+            if self.scales[0].mu is not None:
+                mean = pack([response(w, c.mu) for w, c in pairs if c.mu is not None])
                 level = mean if level is None else level + mean
-            self.length2 = self.whole_units(guards.squared_length(self.stretch(weights, self.columns.spread), level))
+            stretch = pack([guards.stretch(w, c.spread) for w, c in pairs])
+            self.length2 = self.whole_units(guards.squared_length(stretch, level))
         return self.length2
 
-    def _whole(self) -> OnV:
-        """The layers' weights as matrices, and their biases, those that do not train included."""
-        if not any(b.alone or b.frozen for b in self.blocks):
-            return self.as_blocks(self.wide(self.own(self.parameters)))
-        weights, biases = zip(*(block.whole() for block in self.blocks), strict=True)
-        return OnV([*self.wide(weights)], [pack(self.wide(column)) for column in zip(*biases, strict=True)])
-
-    def along(self, rows: Iterable[Tensor], columns: Sequence[Tensor]) -> Tensor:
-        """Σ_i c_i x_ij of each unit, packed, with a tensor of columns for each block: `response` of all units."""
-        return torch.cat([*map(self.dot, rows, columns)])
-
-    def stretch(self, rows: Sequence[Tensor], metric: Sequence[Tensor]) -> Tensor:
-        """Σ_i c_i x_ij² of each unit, packed; the plain sum of squares without a metric."""
-        if metric:
-            return self.along(map(torch.mul, rows, rows), metric)
-        return torch.cat([*map(torch.linalg.vecdot, rows, rows)])
-
-    def wide(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def wide(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the dtype that the step is computed in."""
-        if {t.dtype for t in tensors} <= {self.dtype}:
-            return tensors
-        return [t.to(self.dtype) for t in tensors]
+        return [t if t.dtype == self.dtype else t.to(self.dtype) for t in tensors]
 
     def whole_units(self, sums: Tensor) -> Tensor:
         """Sums over units, added up over all ranks where a unit is split."""
@@ -341,31 +278,19 @@ def shrink(pairs: Sequence[tuple[Any, Tensor]]) -> None:
         torch._foreach_mul_(weights, each)
 
 
-def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None, *, ahead: bool = False) -> OnV:
-    """The momentum buffers M after one more value g, M ← m M + g, to be read only; with `ahead` Nesterov's g + m M.
-
-    Without momentum it is the value. Where `step` owns the memory of `on_v`, that may be overwritten.
-    """
+def heavy_ball(step: RuleStep, on_v: OnV, ok: Tensor | None) -> OnV:
+    """The momentum buffers after one more value, in torch's convention, to be read only; the value without momentum."""
     momentum = step.group["momentum"]
     if not momentum:
         return on_v
-    buffers, values = step.buffers("momentum_buffer"), step.as_parameters(on_v)
-    alike = ok is None and {b.dtype for b in buffers} == {v.dtype for v in values}
-    if alike and step.owned and step.on_host and all(map(Tensor.is_contiguous, [*values, *buffers])):
-        # one pass over the memory: M ← m M + g, then g ← g − lr M
-        rates = {"momentum": momentum, "lr": -momentum if ahead else 0.0, "dampening": 0.0, "weight_decay": 0.0}
-        torch._fused_sgd_(values, values, buffers, **rates, nesterov=False, maximize=False, is_first_step=False)
-        if ahead and step.in_order:  # these are their parts
-            return OnV(on_v.weights, step.per_unit[1:])
-        return step.as_blocks(values if ahead else buffers)
-    news: Sequence[Tensor] = buffers
-    if alike:
+    buffers = step.buffers("momentum_buffer")
+    values = step.as_parameters(on_v)
+    if ok is None and all(b.dtype == v.dtype for b, v in zip(buffers, values, strict=True)):
         torch._foreach_mul_(buffers, momentum)
-        foreach.add_(buffers, values)
-    else:
-        news = foreach.add(values, buffers, alpha=momentum)
-        put(buffers, news, ok)
-    return step.as_blocks(foreach.add(values, news, alpha=momentum) if ahead else news)
+        return step.as_blocks(foreach.add_(buffers, values))
+    news = foreach.add(values, buffers, alpha=momentum)
+    put(buffers, news, ok)
+    return step.as_blocks(news)
 
 
 def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None:
@@ -376,14 +301,17 @@ def put(old: Sequence[Tensor], new: Sequence[Tensor], ok: Tensor | None) -> None
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors flat, one after another."""
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat([*map(torch.flatten, tensors)]) if tensors[0].dim() else torch.stack(list(tensors))
+    if tensors[0].dim() == 0:
+        return torch.stack(list(tensors))
+    flat = [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inverse of `pack`, of tensors like these."""
-    return torch.split_with_sizes(flat, [*map(Tensor.numel, like)]) if like[0].dim() else flat.unbind()
+    if like[0].dim() == 0:
+        return flat.unbind()
+    return torch.split_with_sizes(flat, [t.numel() for t in like])
 
 
 def shaped(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -82,7 +82,7 @@ class LayerHook(Hook):
         eager = not torch.compiler.is_dynamo_compiling()
         if eager and (in_transform() or recomputing()):
             return None
-        if eager and self.planned and is_plain(x := args[0] if args else first_input(args, kwargs)):
+        if eager and self.planned and is_plain(x := first_input(args, kwargs)):
             key = x.shape, x.stride(), output.shape
             plan = self.plans.get(key)
             if plan is None:
@@ -180,10 +180,9 @@ class ModelStatistics:
 
     def clear(self) -> None:
         """Start over after a step."""
-        traced = torch.compiler.is_compiling() or self.forwards.traced
-        dirty = [layer for layer in self.layers.values() if traced or layer.dirty or layer.units]
-        foreach.zero_([t for layer in dirty for t in (layer.added, layer.counter, layer.g2)])
-        for layer in self.layers.values():
+        layers = self.layers.values()
+        foreach.zero_([t for layer in layers for t in (layer.added, layer.counter, layer.g2)])
+        for layer in layers:
             layer.clear_counts()
         self.forwards.clear()
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import foreach
 from ..kernels import input_sums as moments_kernel
-from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, sum_about, thinned
+from ..math.moments import Lattice, Sums, accumulation_dtype, add_zeros, lattice, moments_about, sum_about, thinned
 from ..model.layer_kind import Look
 
 graph_task_id = torch._C._current_graph_task_id
@@ -65,8 +66,7 @@ class ForwardState:
         else:
             self.traced = True
         for clock, _ in self.clocks.values():
-            if self.traced or not clock.is_cpu:  # eager calls on a CPU go by the number
-                clock.add_(1).remainder_(2**20)
+            clock.add_(1).remainder_(2**20)
 
     def end(self, *args: Any) -> None:
         """After the forward. The output stays in `args`: a compiler would trace a variable of its own."""
@@ -101,18 +101,16 @@ class LayerStatistics:
     - `g2` is the sum of squared gradients of each unit.
     - `fired` counts inputs raised, units held back, and steps, since the start; `last` is the share of the newest step,
       with its largest relative step.
-    - `dirty`: eager code may have added to these tensors since the last step.
-    - `settled`: `centre` is known to be the running mean, which all ranks share.
+    - `settled`: `centre` is known to be the running mean, which all ranks share; `centred`: it is known not to be NaN.
 
     A GPU kernel adds calls to these tensors; plain operations do on the CPU, and with inputs that it does not take.
     """
 
-    settled = False
+    settled = centred = False
     counted: Sequence[float] = NONE
     seen_number: int | None = None
     moments: tuple[Tensor, Tensor, int] | None = None
     cleared = True
-    dirty = False
 
     def __init__(
         self,
@@ -153,28 +151,18 @@ class LayerStatistics:
     @property
     def slots(self) -> Tensor:
         """The sums. Compiled code, which cannot add the first call's, finds them added before."""
-        if not torch.compiler.is_compiling():
-            self.dirty = True
-            if self.moments is not None:
-                (offset, var, rows), self.moments = self.moments, None
-                self.added[0].add_(torch.stack([offset, torch.addcmul(var, offset, offset)]), alpha=rows)
+        if not torch.compiler.is_compiling() and self.moments is not None:
+            (offset, var, rows), self.moments = self.moments, None
+            self.added[0].add_(torch.stack([offset, torch.addcmul(var, offset, offset)]), alpha=rows)
         return self.added
 
     @property
     def tally(self) -> Tensor:
         """The counts. Compiled code, which cannot add those of the host, finds them added before."""
-        if not torch.compiler.is_compiling():
-            self.dirty = True
-            if self.counted is not NONE:
-                self.counter.add_(self.counter.new_tensor(self.counted))
-                self.counted = NONE
+        if self.counted is not NONE and not torch.compiler.is_compiling():
+            self.counter.add_(self.counter.new_tensor(self.counted))
+            self.counted = NONE
         return self.counter
-
-    def counts(self) -> list[float]:
-        """The counts as plain numbers, which are read from the device."""
-        if self.dirty or self.forwards.traced:
-            return [*map(add, self.counter.tolist(), self.counted)]
-        return [*self.counted]
 
     rows = property(lambda self: self.tally[0], doc="The number of rows of inputs.")
     applied = property(lambda self: self.tally[2], doc="How often the weight was used.")
@@ -215,32 +203,34 @@ class LayerStatistics:
 
     def add_planned_call(self, x: Any, plan: CallPlan) -> None:
         """Add one eager call with a tensor that the plan was made for."""
-        look, rows, forwards = plan.look, plan.rows, self.forwards
-        if rows is not None:
-            x = x.detach()
+        if plan.rows is None:
+            x = None
+        else:
             self.to(x.device)
+            x = plan.rows.of(x.detach())
+        look, forwards = plan.look, self.forwards
         if not self.counter.is_cpu or forwards.traced:
-            x = None if rows is None else rows.of(x)
             if x is None or not moments_kernel.add(x, look, self, plan.launches):
                 self._add(x, look)
             return
         # as `_add`, by few operations: between two layers each takes longer than its arithmetic
         number = forwards.number if forwards.contain_this_call() else None
         examples = 0 if number is not None and number == self.seen_number else look.examples
-        self.counted = [*map(add, self.counted, (rows.rows if rows else 0, look.zeros, look.applied, examples))]
+        rows = 0 if plan.rows is None else plan.rows.rows
+        self.counted = [*map(add, self.counted, (rows, look.zeros, look.applied, examples))]
         self.seen_number = number
-        if rows is not None:
-            if not self.settled:
-                self._centre_on(rows.of(x), look.dim)
-            if self.cleared and rows.rows:
-                self.moments = *rows.moments(x, self.centre), rows.rows
+        if x is not None:
+            if not self.centred:
+                self._centre_on(x, look.dim)
+            if self.cleared and rows:
+                self.moments = *moments_about(x, self.centre, look.dim), rows
             else:
-                self.slots[0].add_(sum_about(rows.of(x), self.centre, look.dim))
+                self.slots[0].add_(sum_about(x, self.centre, look.dim))
             self.cleared = False
 
     def clear_counts(self) -> None:
         """Forget what the host knows of calls."""
-        self.counted, self.moments, self.cleared, self.dirty = NONE, None, True, False
+        self.counted, self.moments, self.cleared = NONE, None, True
 
     def _add(self, x: Tensor | None, look: Look) -> None:
         """Add a call to the tensors.
@@ -266,6 +256,13 @@ class LayerStatistics:
         for dim in reversed([d for d in range(x.dim()) if d != inputs % x.dim()]):
             row = row.select(dim, 0)
         self.centre.copy_(torch.where(self.centre.isnan(), row, self.centre))
+
+
+def set_centres(layers: Sequence[LayerStatistics], centres: Sequence[Tensor], known: bool = False) -> None:
+    """Sum the next batch about these centres: running means, or NaN for its first row, which none is if `known`."""
+    foreach.copy_([layer.centre for layer in layers], centres)
+    for layer in layers:
+        layer.centred = known
 
 
 def in_transform() -> bool:

@@ -47,13 +47,11 @@ class Block:
         self.groups = 1 if self.entry is None else self.entry.shape[0]
         # whether this rank has some rows of a layer in groups: they count as groups of one unit
         self.rows_as_groups = self.entry is not None and self.groups > 1 and dtensor.sharded(self.weight)
-        self.in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
-        self.is_matrix = False  # whether the weight itself is its matrix
+        self._in_order: torch.Size | None = None  # the shape of `matrix`, if that is the weight in its own order
         if self.layer is not None and type(self.weight) in dtensor.PLAIN:
             m = self.layout(self.weight)
             if self.weight.is_contiguous() and m.is_contiguous() and m.data_ptr() == self.weight.data_ptr():
-                self.in_order = torch.Size([m.shape[:2].numel(), m.shape[2:].numel()])
-                self.is_matrix = self.weight.shape == self.in_order
+                self._in_order = torch.Size([m.shape[:2].numel(), m.shape[2:].numel()])
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the block's: all of a plain one."""
@@ -61,8 +59,8 @@ class Block:
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the weight, as [unit, column]."""
-        if self.in_order is not None:
-            return tensor if tensor.shape == self.in_order else tensor.reshape(self.in_order)
+        if self._in_order is not None:
+            return tensor if tensor.shape == self._in_order else tensor.reshape(self._in_order)
         return self.layout(tensor).flatten(2).flatten(0, 1)
 
     def layout(self, tensor: Tensor) -> Tensor:
@@ -194,9 +192,8 @@ def gather(
 
 def gradient(p: Tensor) -> Tensor:
     """The gradient of a parameter that has one: what this rank has of it."""
-    grad = p.grad
-    assert grad is not None
-    return grad if type(grad) is Tensor else dtensor.local(grad)
+    assert p.grad is not None
+    return p.grad if type(p.grad) is Tensor else dtensor.local(p.grad)
 
 
 def all_finite(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:

@@ -5,7 +5,7 @@ drawn at random, as experts and dropped layers have them, hardly ever come back.
 """
 
 from collections.abc import Sequence
-from operator import attrgetter, is_not, lt
+from operator import lt
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -29,9 +29,7 @@ class Plan(NamedTuple):
     signature: list[Any]
     blocks: list[Block]
     steps: list[Step]
-    memories: list[dict[str, Any]]  # the state of each parameter of the optimizer
-    sizes: list[int]  # of these
-    counted: list[dict[str, Any]]  # the state of parameters whose steps the optimizer counts
+    sizes: list[int]  # how much state each parameter of the optimizer had
     homes: list[tuple[dict[str, Any], str]]  # where each layer has its weight
     frozen: list[tuple[Block, list[Any]]]  # biases that do not train, and how they lie in memory: kernels read them
     replay: Replay | None  # of the rules' work, where it can be replayed
@@ -45,10 +43,8 @@ class Plan(NamedTuple):
         )
 
     def lacks(self, state: Any) -> bool:
-        """Whether some state that parameters had is gone, or another dictionary has its place."""
-        there = state.values()
-        replaced = len(state) < len(self.sizes) or any(map(is_not, there, self.memories))
-        return replaced or any(map(lt, map(len, there), self.sizes))
+        """Whether some state that parameters had is gone."""
+        return len(state) < len(self.sizes) or any(map(lt, map(len, state.values()), self.sizes))
 
     def steps_of(self) -> list[tuple[Rule, list[Any]]]:
         """The steps of each rule."""
@@ -62,9 +58,8 @@ def make(signature: list[Any], blocks: list[Block], state: Any, compiled: bool) 
     """A plan for these blocks."""
     homes = [home(b.entry.module, b.entry.slot.weight) for b in blocks if b.entry is not None]
     frozen = [(b, memory_of(found)) for b in blocks if (found := b.frozen)]
-    counted = [state[p] for block in blocks for p in block.rule.counted(block)]
-    steps, memories = group(blocks, state, compiled), [*state.values()]
-    return Plan(signature, blocks, steps, memories, [*map(len, memories)], counted, homes, frozen, replay_of(steps))
+    steps = group(blocks, state, compiled)
+    return Plan(signature, blocks, steps, [*map(len, state.values())], homes, frozen, replay_of(steps))
 
 
 def replay_of(steps: Sequence[Step]) -> Replay | None:
@@ -101,10 +96,7 @@ def group(blocks: Sequence[Block], state: Any, compiled: bool) -> list[Step]:
                 *settings(block.group),
             ]
         found.setdefault(tuple(key), []).append(block)
-    return [
-        TritonStep(some, state) if backend is TritonStep else TorchStep(some, state, compiled=compiled)
-        for (backend, *_), some in found.items()
-    ]
+    return [key[0](some, state) for key, some in found.items()]
 
 
 def fingerprint(plan: Plan, groups: list[dict[str, Any]]) -> Tensor:
@@ -123,20 +115,14 @@ def fingerprint(plan: Plan, groups: list[dict[str, Any]]) -> Tensor:
 APART = ("params", "param_names", "lr", "initial_lr", "weight_decay", "plain_lr", "plain_at", "exclude", "rows")
 
 
-PLAIN = int, float, str, type(None)
-
-
 def settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     """The settings that blocks of one step share."""
-    return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, PLAIN)]
-
-
-LAYOUT = attrgetter("device", "dtype", "shape")
+    return [(k, v) for k, v in group.items() if k not in APART and isinstance(v, int | float | str | None)]
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Which tensors these are, and how they lie in memory."""
-    return [*map(id, tensors), *map(type, tensors), *map(LAYOUT, tensors), *map(Tensor.stride, tensors)]
+    return [(id(t), type(t), t.device, t.dtype, t.shape, t.stride()) for t in tensors]
 
 
 def signature(groups: list[dict[str, Any]], compiled: bool) -> list[Any]:

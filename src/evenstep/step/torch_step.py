@@ -7,6 +7,7 @@ the weights is done block by block.
 from collections.abc import Sequence
 from functools import reduce
 from math import isfinite
+from operator import add
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from .. import foreach
 from ..coordinates.coordinates import Batch, Layers, Statistics
 from ..math import guards
-from ..math.change_of_variables import Scales, scaled, step_to_w_biasless, weights_to_v
+from ..math.change_of_variables import Scales, response, scaled, step_to_w_biasless, weights_to_v
 from ..math.moments import Sums, accumulation_dtype, add_zeros, batch_moments
 from ..math.moments import usable as has_moments
 from ..math.segments import Segments
 from ..parallel import dtensor
-from ..rules.rule import Columns, Direction, OnV, RuleStep, pack
+from ..rules.rule import Direction, OnV, RuleStep, pack
+from ..statistics.layer_statistics import set_centres
 from .block import Block, all_finite, gradient
 
 
@@ -29,21 +31,16 @@ class TorchStep(RuleStep):
 
     needs_direction = True
 
-    def __init__(self, blocks: Sequence[Block], state: Any, *, compiled: bool = False) -> None:
+    def __init__(self, blocks: Sequence[Block], state: Any) -> None:
         """Either all blocks belong to layers, or none."""
         self.stages = [block.statistics for block in blocks if block.statistics is not None]
         dtypes = [accumulation_dtype(blocks[0].weight.dtype), *(s.centre.dtype for s in self.stages)]
-        super().__init__(blocks, state, reduce(torch.promote_types, dtypes), compiled=compiled)
+        super().__init__(blocks, state, reduce(torch.promote_types, dtypes))
         first = blocks[0]
         self.coordinates, self.all_seen = first.coordinates, True
-        self.groups = list({id(group): group for block in blocks for group in block.param_groups}.values())
-        self.counts: list[list[float]] = []  # of the last batch, as the host knows them
-        self.committed: list[Tensor] | None = None  # the same, packed, of the last batch that has joined the state
-        self.tallies: list[Tensor] = []
+        self.found: list[list[float]] = []  # the counts of the last batch, as the host knows them
         self.none, self.each = self.one.new_zeros(len(blocks)), self.one.new_ones(len(blocks))
-        needs, schema = self.coordinates.needs, self.coordinates.state
-        self.per_input = [name for name, field in schema.items() if field.per == "input"]
-        self.per_layer = [name for name in schema if name not in (*self.per_input, "mass")]
+        needs = self.coordinates.needs
         self.layers = Layers(
             Segments([s.inputs if needs >= Statistics.INPUTS else 0 for s in self.stages], self.device),
             Segments([s.units for s in self.stages], self.device),
@@ -62,160 +59,103 @@ class TorchStep(RuleStep):
             kernel = block.layout(block.local(block.weight)).shape[3]
             inputs.append(torch.arange(first, first + count).repeat_interleave(kernel))
             first += count
-        self.widths = [len(each) for each in inputs]  # in columns
+        self.columns = [len(each) for each in inputs]
         # None: one column for each input
-        self.input_of = None if sum(self.widths) == first else torch.cat(inputs).to(self.device)
+        self.input_of = None if sum(self.columns) == first else torch.cat(inputs).to(self.device)
         self.group_of = [b.group_of_rows() if b.groups > 1 else None for b in self.blocks]
-        # kept, as new views would take longer than what is done with them
-        self.of_columns = self.one.new_empty(4, sum(self.widths))
-        self.column_parts = self._split(self.of_columns)
-
-    def _split(self, every: Tensor) -> list[Sequence[Tensor]]:
-        """Numbers per column, of each block."""
-        return [torch.split_with_sizes(each, self.widths) for each in every.unbind()]
 
     def _release(self) -> None:
         """Forget what belongs to a single step: some of it is as large as the model."""
-        self.kept: dict[str, Any] = {}
-        self.packed, self.columns = Scales(), Columns()
-        self.scales: list[Scales] = []  # of each block, if it has no bias or a β per unit
+        self.kept: dict[str, Tensor] = {}
+        self.batch = Batch(self.one, self.one, self.one, self.one)
         self.bias_scale: Tensor | None = None  # β of each unit, for biases
+        self.packed, self.scales = Scales(), []
         self.on_v, self.direction = OnV([], []), Direction([], [])
 
     # before the step: coordinates and gradients on v
 
     def look(self, divisor: Tensor | None = None) -> None:
         """Find the coordinates and the gradient on v; gradients are divided by `divisor`, if there is one."""
-        self.square, self.length2, self.pending = None, None, {}
-        self._find_batch()
+        self.square, self.length2 = None, None
+        grads = self.wide([gradient(p) for p in self.parameters])
+        self.kept = {name: self.read(name) for name in self.coordinates.state}
+        self.batch = self._batch()
         self.packed = self.coordinates.at(self.kept, self.batch, self.layers)
-        self._by_block(self.packed)
-        weights, biases = self.as_blocks(self._gradients(divisor))
-        scale, mu = self.bias_scale, self.columns.mu
-        rows: Sequence[Any] = self.rows(sum(biases[1:], biases[0])) if biases else [None] * len(weights)
-        if self.scales:
-            weights = [*map(weights_to_v, weights, rows, self.scales)]
-        elif mu:  # the same of all blocks at once
-            weights = self._scaled(list(foreach.addcmul(weights, mu, rows, value=-1)), own=True)
-        else:
-            weights = self._scaled(weights, own=False)
-        self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
-        self.owned = bool(mu) and (scale is not None or len(weights) > 1)
-
-    def _gradients(self, divisor: Tensor | None) -> Sequence[Tensor]:
-        """The gradients of the parameters: those of a descent, of a mean loss."""
-        grads = self.wide([*map(gradient, self.parameters)])
+        self.scales, self.bias_scale = self._by_block(self.packed), self._bias_scale(self.packed)
         if divisor is not None and self.group.get("reduction") == "sum":
             grads = [grad / divisor.to(grad.device) for grad in grads]
-        return [-grad for grad in grads] if self.group["maximize"] else grads
+        if self.group["maximize"]:
+            grads = [-grad for grad in grads]
+        weights, biases = self.as_blocks(grads)
+        of_units: Sequence[Tensor | None] = [None] * len(weights)
+        if biases:
+            of_units = self.rows(sum(biases[1:], biases[0]))
+        weights = [weights_to_v(w, b, c) for w, b, c in zip(weights, of_units, self.scales, strict=True)]
+        scale = self.bias_scale
+        self.on_v = OnV(weights, biases if scale is None else [bias * scale for bias in biases])
+        self.owned = self.packed.alpha is not None and (scale is not None or len(weights) > 1)
 
-    def finite(self) -> Tensor | bool:
+    def finite(self) -> Tensor:
         """Whether all gradients are finite."""
-        if self.on_host:  # squares of large gradients overflow, though
-            weights, biases = self.on_v
-            norms = torch.stack(torch._foreach_norm([*weights, *biases])) if self.rule.linear else None
-            if isfinite((self.unit_square() if norms is None else norms).sum().item()):  # which other rules need anyway
-                return True
-        return all_finite([*map(gradient, self.parameters)])
+        if self.on_host() and isfinite(self.unit_square().sum().item()):  # which many rules need anyway
+            return torch.ones((), dtype=torch.bool)
+        return all_finite([gradient(p) for p in self.parameters])
 
-    def _find_batch(self) -> None:
-        """Read the state of the coordinates, and what the hooks added up."""
-        needs, self.kept, self.batch = self.coordinates.needs, {}, Batch(self.one, self.one, self.one, self.one)
-        if needs == Statistics.NOTHING or not self.stages:
-            return
-        self._find_counts()
-        rows, _, applied, examples, some = self.tallies
-        self.kept = {name: self.read(name) for name in self.per_layer}
-        self.batch = Batch(rows, applied, examples, some, alike=self.committed is self.tallies)
-        if needs >= Statistics.INPUTS:
-            self._find_moments()
-
-    def _find_moments(self) -> None:
-        """Read the running moments, and those of the batch."""
-        rows, zeros, applied, examples, usable = self.tallies
-        moments = [s.moments for s in self.stages if s.moments is not None and not s.stuffed]
-        direct = self.on_host and len(moments) == len(self.stages)
-        lists = [[s.centre for s in self.stages], *map(self.live, self.per_input)]
-        lists += [[*each] for each in zip(*moments, strict=True)][:2] if direct else []
-        # all at once: each operation takes longer than its arithmetic
-        centre, *found = self.wide(torch.cat([t for each in lists for t in each]).chunk(len(lists)))
-        self.kept.update(zip(self.per_input, found, strict=False))
-        if direct:
-            offset, var = found[-2:]
-        else:
-            sums = Sums(self.layers.inputs.widen(rows), *torch.cat([s.slots for s in self.stages], 2).sum(0).unbind())
-            if any(s.stuffed for s in self.stages):
-                sums, rows = add_zeros(sums, self.layers.inputs.widen(zeros), centre), rows + zeros
-            offset, var = batch_moments(sums)
-        mass = self.number("mass")
-        complete = self.on_host and self.all_rows and isinstance(mass, float) and mass > 0
-        complete = complete and isfinite(var.sum().item())
-        if not complete:
-            mass = mass if isinstance(mass, Tensor) else torch.full_like(rows, mass)
-            usable = has_moments(rows, offset, var, self.layers.inputs)
-        self.kept["mass"] = mass
-        g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
-        self.batch = Batch(rows, applied, examples, usable, centre + offset, var, g2, complete, self.batch.alike)
-
-    def _find_counts(self) -> None:
-        """Find what the hooks counted, per layer."""
-        found = [s.counts() for s in self.stages] if self.on_host else []
-        if not found or found != self.counts:  # most batches are alike
+    def _batch(self) -> Batch:
+        """What the hooks added up, packed."""
+        if self.coordinates.needs == Statistics.NOTHING or not self.stages:
+            return self.batch
+        found = [[*map(add, s.counter.tolist(), s.counted)] for s in self.stages] if self.on_host() else []
+        if not found or found != self.found:  # most batches are alike
             tallies = self.one.new_tensor(found) if found else torch.stack([s.tally for s in self.stages])
             counts = self.wide([tallies])[0].unbind(1)
-            self.counts, self.tallies = found, [*counts, counts[0] > 0]
+            self.found, self.counts = found, [*counts, counts[0] > 0, self.layers.inputs.widen(counts[0])]
             self.all_seen, self.all_rows = (all(counts[k] for counts in found) for k in (2, 0))
+        rows, zeros, applied, examples, some, of_inputs = self.counts
+        if self.coordinates.needs < Statistics.INPUTS:
+            return Batch(rows, applied, examples, some)
+        widen, centre = self.layers.inputs.widen, pack([s.centre for s in self.stages])
+        moments = [s.moments for s in self.stages if s.moments is not None and not s.stuffed]
+        if self.on_host() and len(moments) == len(self.stages):
+            offset, var = (torch.cat(each) for each in list(zip(*moments, strict=True))[:2])
+        else:
+            sums = Sums(of_inputs, *torch.cat([s.slots for s in self.stages], 2).sum(0).unbind())
+            if any(s.stuffed for s in self.stages):
+                sums, rows = add_zeros(sums, widen(zeros), centre), rows + zeros
+            offset, var = batch_moments(sums)
+        complete = self.on_host() and self.all_rows and all(self.kept["mass"].tolist())
+        complete = complete and torch.equal(centre, self.kept["mx"]) and isfinite(var.sum().item())
+        usable = some if complete else has_moments(rows, offset, var, self.layers.inputs)
+        g2 = pack([s.g2 for s in self.stages]) if self.coordinates.needs >= Statistics.GRADIENTS else None
+        return Batch(rows, applied, examples, usable, offset, var, centre, g2, complete)
 
-    def _by_block(self, scales: Scales) -> None:
-        """Find the coordinates of each block, as its matrix has them."""
-        beta = scales.beta
-        betas: Sequence[Any] = [None] * len(self.blocks)  # a number for each, or one per unit
-        if beta is not None and self.coordinates.beta_per_output:
-            betas, beta = self._own_outputs(beta), None
-            self.bias_scale = pack(betas)
-        elif beta is not None:
-            betas, self.bias_scale = beta.unbind(), self.units.widen(beta)
-        if scales.constant is not None and self.bias_scale is not None:
-            self.bias_scale = self.bias_scale * self.units.widen(scales.constant)
-        if scales.alpha is None or scales.mu is None or scales.spread is None or scales.fresh is None:
-            self.columns = Columns(scale=() if beta is None else betas)
-            return
-        one_by_one = self.coordinates.beta_per_output or not self.layers.biased
-        scale = scales.alpha if beta is None or one_by_one else self._with_beta(scales.alpha, beta)
-        columns = self._columns([scales.mu, scale, scales.spread, scales.fresh], self.on_host)
-        if any(group is not None for group in self.group_of):
-            columns = [self._by_row(each) for each in columns]
-        self.columns = Columns(*columns)
-        if one_by_one:
-            of_blocks = zip(self.columns.mu, self.columns.scale, betas, strict=True)
-            self.scales = [Scales(mu, alpha, beta=own) for mu, alpha, own in of_blocks]
+    def on_host(self) -> bool:
+        """Whether reading a tensor costs nothing."""
+        return self.device.type == "cpu" and not torch.compiler.is_compiling()
 
-    def _with_beta(self, alpha: Tensor, beta: Tensor) -> Tensor:
-        """α β of each input, β of its layer."""
-        scale: Tensor = alpha * self.layers.inputs.widen(beta)
-        return scale
-
-    def _columns(self, packed: Sequence[Tensor], keep: bool = False) -> list[Sequence[Tensor]]:
-        """Packed tensors per input as tensors per column, of each block; with `keep` they last until the next time."""
-        every, out = torch.stack(list(packed)), self.of_columns if keep else None
-        if self.input_of is not None:
-            every = torch.index_select(every, 1, self.input_of, out=out)
-        elif out is not None:
-            out.copy_(every)
-        return self.column_parts if keep else self._split(every)
-
-    def _by_row(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Columns of blocks in groups as [unit, column]: each unit has inputs of its own."""
-        parts = zip(self.blocks, columns, self.group_of, strict=True)
-        return [x if group is None else x.view(b.groups, -1)[group] for b, x, group in parts]
+    def _by_block(self, scales: Scales) -> list[Scales]:
+        """The coordinates of each block, as its matrix has them."""
+        betas: Sequence[Tensor | None] = [None] * len(self.blocks)
+        if scales.beta is not None:
+            betas = self._own_outputs(scales.beta) if self.coordinates.beta_per_output else scales.beta.unbind()
+        if scales.alpha is None:
+            return [Scales(beta=beta) for beta in betas]
+        wide = [x if self.input_of is None else x.index_select(0, self.input_of) for x in scales[:4] if x is not None]
+        parts = zip(*(torch.split_with_sizes(x, self.columns) for x in wide), strict=True)
+        found = []
+        for block, rows, group, beta in zip(self.blocks, parts, self.group_of, betas, strict=True):
+            mu, alpha, spread, fresh = rows if group is None else [x.view(block.groups, -1)[group] for x in rows]
+            found.append(Scales(mu, alpha, spread, fresh, beta=beta))
+        return found
 
     def column_scales(self) -> Sequence[Tensor | None]:
         """α β of each column of the blocks' whole matrices, whatever rows this rank has."""
-        alpha, beta = self.packed.alpha, self.packed.beta
+        alpha = self.packed.alpha
         if alpha is None:
             return [None] * len(self.blocks)
-        scale = alpha if beta is None else self._with_beta(alpha, beta)
-        return [x.view(b.groups, -1) for b, x in zip(self.blocks, self._columns([scale])[0], strict=True)]
+        columns = torch.split_with_sizes(alpha if self.input_of is None else alpha[self.input_of], self.columns)
+        parts = zip(self.blocks, columns, self.scales, strict=True)
+        return [part.view(b.groups, -1) * (1 if c.beta is None else c.beta) for b, part, c in parts]
 
     def constant_sizes(self) -> Tensor:
         """√(1 + mean μ²) of each block."""
@@ -228,10 +168,13 @@ class TorchStep(RuleStep):
         parts = zip(self.blocks, torch.split_with_sizes(flat, self.layers.outputs.sizes), strict=True)
         return [dtensor.part(part, b.weight) if dtensor.sharded(b.weight) else part for b, part in parts]
 
-    def _scaled(self, weights: list[Tensor], own: bool) -> list[Tensor]:
-        """α β of each weight: a gradient or a step, between w and v; in place if the memory is our `own`."""
-        factors = self.columns.scale
-        return list((foreach.mul_ if own else foreach.mul)(weights, factors)) if factors else weights
+    def _bias_scale(self, scales: Scales) -> Tensor | None:
+        """How far a step of 1 on v moves each unit's bias."""
+        if scales.beta is None:
+            return None
+        beta = scales.beta
+        beta = pack(self._own_outputs(beta)) if self.coordinates.beta_per_output else self.units.widen(beta)
+        return beta if scales.constant is None else beta * self.units.widen(scales.constant)
 
     def held_addresses(self) -> list[int]:
         """None: this step is not replayed."""
@@ -241,39 +184,37 @@ class TorchStep(RuleStep):
 
     def move(self, ok: Tensor | None) -> None:
         """Take the direction on v back to w, hold every unit to its trust radius, and move the parameters."""
-        weights, biases, scale, own = self.direction
-        self.on_v, self.direction = OnV([], []), Direction([], [])
+        weights, biases, scale = self.direction
+        self.direction = Direction([], [])
         back = scaled if self.layers.biased else step_to_w_biasless
-        steps = [*map(back, weights, self.scales)] if self.scales else self._scaled(weights, own)
+        steps = [back(w, c) for w, c in zip(weights, self.scales, strict=True)]
         del weights
-        along = self.along(steps, self.columns.mu) if self.columns.mu else None
-        gain, biases = self._rated(biases, scale)
+        each = [response(s, c.mu) for s, c in zip(steps, self.scales, strict=True) if c.mu is not None]
+        along = pack(each) if each else None
+        gain, biases = self._scaled(biases, scale)
         factor = self._trust(steps, along, gain, biases) if self.stages else None
         if factor is not None:
             gain, biases = gain * factor, [bias * factor for bias in biases]
         if biases and along is not None:
             mean = gain * along
             biases = [bias - mean for bias in biases]
-        if isinstance(gain, Tensor):  # a step may be a gradient, or a momentum buffer
-            multiply = foreach.mul if along is None else foreach.mul_
-            steps, gain = list(multiply(steps, self.rows(gain) if gain.dim() else [gain] * len(steps))), 1.0
-        self._displace(self.as_parameters(OnV(steps, biases)), gain, ok)
+        own = along is not None  # otherwise a step may be a gradient, or a momentum buffer
+        gains = self.rows(gain) if isinstance(gain, Tensor) and gain.dim() else [gain] * len(steps)
+        for k, g in enumerate(gains):  # one by one: each may be as large as its weight
+            steps[k] = steps[k].mul_(g) if own else steps[k] * g
+        self._displace(self.as_parameters(OnV(steps, biases)), ok)
 
-    def _rated(self, biases: list[Tensor], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
+    def _scaled(self, biases: list[Tensor], scale: Tensor | None) -> tuple[Any, list[Tensor]]:
         """How far each unit goes along its direction, stepsize and the rule's scale; and the steps of biases on v."""
         rates: list[Any]
         if self.rule.own_rate:
             gain, rates = -1.0, [-1.0] * len(biases)
         else:
-            # those of the first block stand for all, if they share one group
-            few = self.blocks[:1] if len(self.groups) == 1 else self.blocks
-            gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in few), strict=True))
-        all_gain = gain if scale is None else gain * scale
-        if scale is not None:
-            rates = [all_gain if rate is gain else rate * scale for rate in rates]
-        if self.bias_scale is not None:
-            rates = [rate * self.bias_scale for rate in rates]
-        return all_gain, [bias * rate for bias, rate in zip(biases, rates, strict=True)]
+            gain, *rates = (self._common(column) for column in zip(*(b.rates() for b in self.blocks), strict=True))
+        for factor in (self.bias_scale, scale):
+            rates = rates if factor is None else [rate * factor for rate in rates]
+        biases = [bias * rate for bias, rate in zip(biases, rates, strict=True)]
+        return gain if scale is None else gain * scale, biases
 
     def _common(self, rates: Sequence[Any]) -> Any:
         """The stepsize that all blocks have, or one per unit."""
@@ -291,7 +232,8 @@ class TorchStep(RuleStep):
             if self.group.get("fresh_max") is not None:
                 self._count(raised, none, none)
             return None
-        step2 = gain * gain * self.stretch(steps, self.columns.fresh)
+        stretch = pack([guards.stretch(s, c.fresh) for s, c in zip(steps, self.scales, strict=True)])
+        step2 = gain * gain * stretch
         if biases:
             longest = biases[0] if len(biases) == 1 else torch.stack(biases).abs().amax(0)
             step2 = torch.addcmul(step2, longest, longest)
@@ -300,7 +242,7 @@ class TorchStep(RuleStep):
         unit2 = self.unit_length2().clamp(min=guards.TRUST_FLOOR**2)
         relative2 = step2 / unit2
         largest2 = self.units.most(relative2)
-        if self.on_host and guards.cannot_fire(max(largest2.tolist()), self.group, self.rule.linear):
+        if self.on_host() and guards.cannot_fire(largest2.max().item(), self.group, self.rule.linear):
             self._count(raised, none, largest2.sqrt())
             return None
         typical2 = None if self.rule.linear else guards.typical(relative2, self.units)
@@ -310,45 +252,38 @@ class TorchStep(RuleStep):
 
     def _count(self, raised: Tensor, held: Tensor, largest: Tensor) -> None:
         """Count on the device what the guards did."""
-        rows = torch.stack([raised, held, largest, raised, held, self.each], 1).view(-1, 3).unbind()
-        foreach.copy_([s.last for s in self.stages], rows[0::2])
-        foreach.add_([s.fired for s in self.stages], rows[1::2])
+        foreach.copy_([s.last for s in self.stages], torch.stack([raised, held, largest], 1).unbind())
+        fired = torch.stack([raised, held, self.each], 1)
+        foreach.add_([s.fired for s in self.stages], fired.unbind())
 
-    def _displace(self, steps: list[Tensor], gain: Any, ok: Tensor | None) -> None:
-        """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so; steps of weights are times `gain`.
+    def _displace(self, steps: list[Tensor], ok: Tensor | None) -> None:
+        """p ← (1 − lr · weight_decay) p − step, or nothing where the mask says so.
 
         Departs from §4.2, where L2 is a term of the loss: the decay is decoupled, on w.
         """
-        params, count = self.own(self.parameters), len(self.blocks)
-        if any(group["weight_decay"] for group in self.groups):
+        params = [self.blocks[0].local(p) for p in self.parameters]
+        if any(group["weight_decay"] for block in self.blocks for group in block.param_groups):
             columns = zip(*(zip(b.rates(), b.param_groups, strict=True) for b in self.blocks), strict=True)
             for p, (rate, group) in zip(params, (pair for column in columns for pair in column), strict=True):
                 shrink = rate * group["weight_decay"]
                 p.mul_(1 - (shrink if ok is None else torch.where(ok, shrink, 0.0)))
         if ok is not None:
             steps = [torch.where(ok, s, 0) for s in steps]
-        if gain == 1:
-            foreach.add_(params, steps, alpha=-1.0)
-        else:
-            foreach.add_(params[:count], steps[:count], alpha=-gain)
-            foreach.add_(params[count:], steps[count:], alpha=-1.0)
+        foreach.add_(params, steps, alpha=-1.0)
 
     # after the step
 
     def commit(self, ok: Tensor | None) -> None:
         """Let the batch join the moments, and the next one be summed about the running mean."""
-        after, complete = self.coordinates.after(self.kept, self.batch, self.layers), self.batch.complete
-        more: list[tuple[list[Tensor], Tensor]] = []
-        self.write(after)
-        self.committed = self.tallies if self.on_host else None
+        after = self.coordinates.after(self.kept, self.batch, self.layers)
+        if ok is not None:
+            after = {name: torch.where(ok, new, self.kept[name]) for name, new in after.items()}
+        self.write(after, None)
         if "mx" in after:
-            mx, mass = after["mx"], after["mass"]
-            if not complete:  # some layers may have no moments yet
-                if ok is not None:
-                    mx, mass = (torch.where(ok, after[name], self.kept[name]) for name in ("mx", "mass"))
-                mx = torch.where(self.layers.inputs.widen(mass > 0), mx, torch.nan)
-            more.append(([s.centre for s in self.stages], mx))
-            for stage in self.stages if complete else ():
-                stage.settled = True
-        self.flush(ok, more)
+            centre = after["mx"]
+            if not self.batch.complete:  # some layers may have no moments yet
+                centre = torch.where(self.layers.inputs.widen(after["mass"] > 0), centre, torch.nan)
+            set_centres(
+                self.stages, torch.split_with_sizes(centre, self.layers.inputs.sizes), known=self.batch.complete
+            )
         self._release()

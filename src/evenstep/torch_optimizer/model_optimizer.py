@@ -19,6 +19,7 @@ from ..model.survey import Entry, survey
 from ..rules.check_torch_class import TorchClass
 from ..rules.rule import GradientRule, Rule
 from ..statistics.hooks import ModelStatistics
+from ..statistics.layer_statistics import set_centres
 from ..step.block import Block, Choice, Group, gather
 from . import checkpoint as checkpoints
 from .param_groups import follow_model, named, parameters_of, refuse_unsupported
@@ -272,10 +273,12 @@ class ModelOptimizer(Optimizer):
     def _recentre(self) -> None:
         """Make hooks sum about the running means, as after a step, and drop the sums so far."""
         self._statistics.clear()
-        for entry, layer in self._statistics.layers.items():
+        for layer in self._statistics.layers.values():
             layer.settled = False
-            if "mx" in (state := self.state.get(entry.weight, {})):
-                layer.centre.copy_(torch.where(state["mass"] > 0, state["mx"], torch.nan))
+        pairs = [(self.state.get(e.weight, {}), layer) for e, layer in self._statistics.layers.items()]
+        pairs = [(state, layer) for state, layer in pairs if "mx" in state]
+        centres = [torch.where(state["mass"] > 0, state["mx"], torch.nan) for state, _ in pairs]
+        set_centres([layer for _, layer in pairs], centres)
 
 
 def excluded(group: dict[str, Any], name: str) -> str | None:

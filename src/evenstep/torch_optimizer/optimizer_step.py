@@ -1,6 +1,6 @@
 """`step()` of every optimizer here: which blocks move, whether their gradients are finite, and the order of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -173,8 +173,8 @@ class CoordinateOptimizer(ModelOptimizer):
             monitor.end_step()
         for step, mask in zip(plan.steps, masks, strict=True):
             step.commit(mask)
-        if plan.counted:
-            counts = [memory["step"] for memory in plan.counted]
+        counts = [self.state[p]["step"] for block in plan.blocks for p in block.rule.counted(block)]
+        if counts:
             one = counts[0].new_ones(()) if ok is None else ok.to(counts[0])
             foreach.add_(counts, [one] * len(counts))
 
@@ -194,12 +194,11 @@ class CoordinateOptimizer(ModelOptimizer):
         """What gradients are divided by to be those of a mean loss; None for 1."""
         return None
 
-    def _finite(self, found: Sequence[Tensor | bool]) -> Tensor | Literal[False] | None:
+    def _finite(self, finite: list[Tensor]) -> Tensor | Literal[False] | None:
         """Whether all of these hold: None (yes) or False on a CPU, else a mask on the device that the host never reads.
 
         A step that is not finite is counted.
         """
-        finite = [f for f in found if isinstance(f, Tensor)]  # True: the host knows
         if not finite:
             return None
         device = finite[0].device

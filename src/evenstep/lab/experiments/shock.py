@@ -16,7 +16,7 @@ from torch import nn
 
 import evenstep
 
-from ...math.moments import batch_moments
+from ...math.moments import batch_moments, usable
 from .. import trial
 from ..data import Arrays
 from ..reading import Record
@@ -62,7 +62,7 @@ class Inputs:
             return
         sums, path = layer.sums(), block.entry.path
         offset, var = batch_moments(sums)
-        mean, finite = layer.centre + offset, (offset + var).isfinite().all() & (sums.rows > 0)
+        mean, finite = layer.centre + offset, usable(sums.rows, offset, var)
         known = finite & (state["mass"] > 0) & (state["vx"] > torch.finfo(var.dtype).tiny)
         self.grown[path] = (known & (var > 10 * state["vx"])).sum().item()
         self.dead[path] = (finite & (mean == 0) & (var == 0)).double().mean().item()
