@@ -235,6 +235,22 @@ def test_weights_stay_in_their_balls():
     assert_close(optimizer.state[model[0].weight]["radius"], torch.tensor([math.sqrt(12)]).double())
 
 
+def test_biases_share_the_balls_of_their_weights():
+    """However long a constant lr lasts; a bias counts relative to the size of a constant input beside its layer's."""
+    layers = [m for size in ((8, 24), (24, 24), (24, 24)) for m in (nn.Linear(*size), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(24, 4)).double()
+    optimizer = EvenStep(model, lr=0.05)
+    for _ in range(150):
+        classes = torch.randint(4, (32,))  # at random: there is nothing to learn
+        descend(optimizer, nn.functional.cross_entropy(model(randn(32, 8) + 1), classes))
+    for layer in layers[::2]:
+        state = optimizer.state[layer.weight]
+        size = (1 + state["mx"].square().mean()).sqrt()
+        joint = torch.hypot(layer.weight.detach().norm(), layer.bias.detach().norm() / size)
+        assert joint < 1.1 * state["radius"]
+    assert layers[0].bias.norm() > 2  # it would be 8 without
+
+
 def test_a_bias_before_a_norm_does_not_move_by_rounding():
     """Its gradient is zero but for rounding, which evening out lines would blow up."""
     model = nn.Sequential(
