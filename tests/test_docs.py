@@ -15,7 +15,7 @@ LINKED = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results"
 NOTEBOOKS = [page for page in PAGES if page.parent.name == "notebooks"]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SETUP = re.compile(r"^<!-- setup[^\n]*\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-PYTHON = re.compile(rf"{SETUP.pattern}|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(rf"{SETUP.pattern}|^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .+\n|^\n(?=    ))+", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -63,21 +63,23 @@ def test_a_page_can_be_read_in_one_sitting(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(text_of(page))], ids=name)
-def test_python_blocks_run(page, monkeypatch, tmp_path):
-    """In order, in one namespace; hidden `<!-- setup` comments come before the blocks that need them."""
+def test_python_blocks_run_and_print_what_they_show(page, monkeypatch, tmp_path, capsys):
+    """In order, in one namespace. Hidden `<!-- setup` comments go before; text that follows a block is its output."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for setup, block in PYTHON.findall(text_of(page)):
-        if "optimizer" in namespace and hasattr(namespace["optimizer"], "detach"):
-            namespace["optimizer"].detach()  # each block builds an optimizer of its own
+    for setup, block, shown in PYTHON.findall(text_of(page)):
+        if "optimizer = " in block and hasattr(namespace.get("optimizer"), "detach"):
+            namespace["optimizer"].detach()  # the block builds the page's next one
+        capsys.readouterr()
         exec(compile(setup or block, name(page), "exec"), namespace)
+        assert not shown or capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_no_python_is_shown_that_does_not_run(page):
     """Python is in blocks that are run here, in cells of notebooks, or begins with >>>, which doctest runs."""
     text = text_of(page, [SETUP])
-    blocks = [block for kind, block in FENCE.findall(text) if kind not in ("python", "{code-cell}")]
+    blocks = [block for kind, block in FENCE.findall(text) if kind not in ("python", "{code-cell}", "text")]
     for block in [*blocks, *INDENTED.findall(text_of(page, [SETUP, FENCE]))]:
         code = "\n".join(line[4:] if line.startswith("    ") else line for line in block.splitlines()).strip()
         assert code.startswith(">>>") or not is_python(code), code
@@ -89,6 +91,18 @@ def is_python(code):
     except SyntaxError:
         return False
     return True
+
+
+def test_warnings_and_errors_that_are_explained_are_the_librarys_own():
+    """Those in quotation marks in the tables of troubleshooting.md; … stands for what differs."""
+    files = [path for path in (ROOT / "src" / "evenstep").rglob("*.py") if "lab" not in path.parts]
+    source = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in files))  # strings in pieces
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    cells = re.findall(r"^\| [^|]*", text_of(DOCS / "guides/troubleshooting.md"), re.MULTILINE)
+    quotes = re.findall(r'"([^"]+)"', "".join(cells))
+    assert len(quotes) > 15
+    for quote in quotes:
+        assert quote.removesuffix(": …") in source, quote
 
 
 @pytest.mark.slow
