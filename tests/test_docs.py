@@ -105,6 +105,16 @@ def test_warnings_and_errors_that_are_explained_are_the_librarys_own():
         assert quote.removesuffix(": …") in source, quote
 
 
+def test_the_picture_of_the_readme_is_what_the_records_give(tmp_path):
+    """The same labels, and as many points."""
+    pytest.importorskip("matplotlib")
+    draw = module_at(ROOT / "scripts" / "draw_rules.py").main
+    made, kept = draw(ROOT / "results" / "rules.jsonl", tmp_path / "rules.svg"), DOCS / "figures" / "rules.svg"
+    words, points = (r"<text[^>]*>([^<]*)</text>", "<use ")
+    for pattern in (words, points):
+        assert re.findall(pattern, made.read_text()) == re.findall(pattern, kept.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=name)
 def test_notebooks_run(page, monkeypatch, capsys):
