@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-kernels test-torch test-browser test-integrations test-all compatibility compatibility-gpu rivals check format clean
+.PHONY: demo test test-slow test-gpu test-kernels test-torch test-browser test-integrations test-all compatibility compatibility-gpu rivals docs check format clean
 
 demo: .venv/.installed-lab
 	$(BIN)/python -m evenstep demo
@@ -49,6 +49,10 @@ compatibility-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m "feature and gpu" -o addopts="" --strict-markers tests/test_graphs.py --features results/compatibility/gpu.json
 	$(BIN)/python scripts/compatibility.py
 
+# the site, in docs/_build; a warning is an error
+docs: .venv/.installed-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html docs docs/_build
+
 # rival optimizers for `evenstep compare`, in a folder that can be carried to a machine without network
 rivals: .rivals/.installed
 
@@ -67,7 +71,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -145,8 +145,8 @@ def test_what_the_budget_leaves_is_named(tmp_path, monkeypatch):
 
 
 def test_the_page_has_every_claim_and_every_figure_and_tells_what_is_missing(quick, tmp_path):
-    page, *figures = reproduction.write(quick, tmp_path / "docs")
-    text = page.read_text()
+    page, details, *figures = reproduction.write(quick, tmp_path / "docs")
+    text = page.read_text() + details.read_text()
     assert "**Quick runs**" in text and "Not run yet" not in text
     for name, experiment in EXPERIMENTS.items():
         assert f"figures/{name}.svg" in text and experiment.SETTING in text
@@ -161,8 +161,9 @@ def test_the_page_has_every_claim_and_every_figure_and_tells_what_is_missing(qui
 
 
 def test_the_page_in_docs_is_what_the_committed_records_give():
-    found, source = {name: kept(name, RESULTS) for name in EXPERIMENTS}, RESULTS.relative_to(ROOT)
-    assert reproduction.page(found, source, Path("docs")) == (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    found, source, docs = {name: kept(name, RESULTS) for name in EXPERIMENTS}, RESULTS.relative_to(ROOT), ROOT / "docs"
+    assert reproduction.page(found, source, Path("docs")) == (docs / "reproduction.md").read_text(encoding="utf-8")
+    assert reproduction.details(found) == (docs / "reproduction-details.md").read_text(encoding="utf-8")
     assert not any("EvenStep" in json.dumps(r["config"]) for records in found.values() for r in records)
 
 

@@ -1,4 +1,4 @@
-"""docs/reproduction.md and its figures, from records alone: every claim of the paper, and whether it held.
+"""docs/reproduction.md, its details and figures, from records alone: every claim of the paper, and whether it held.
 
 python -m evenstep.lab.reproduction results/reproduction docs
 """
@@ -25,14 +25,20 @@ Made on {devices}, with torch {torch}{data}.
 QUICK = """
 **Quick runs**: they show that everything runs, and nothing else. The settings named below are those of full runs.
 """
-COMMAND = """Commands in full: `python -m evenstep.lab.reproduce NAME --data DIR --device cuda --out {source}`.
+DETAILS = """# The reproduction in detail
+
+Settings, figures and numbers of the experiments behind [the verdicts](reproduction.md), from the same records.
+
+"""
+COMMAND = """[reproduction-details.md](reproduction-details.md) has settings, figures and numbers. Commands in full:
+`python -m evenstep.lab.reproduce NAME --data DIR --device cuda --out {source}`.
 """
 
 
 def write(source: Path, target: Path, found: dict[str, list[Record]] | None = None) -> list[Path]:
-    """Write the page `target`/reproduction.md and its figures from the records in `source`; the files written.
+    """Write the pages `target`/reproduction.md and reproduction-details.md, and their figures; the files written.
 
-    `found` are the records of each experiment, if they have been read already.
+    They are made from the records in `source`, or from `found`, those of each experiment, if those have been read.
     """
     from . import drawing
 
@@ -41,16 +47,17 @@ def write(source: Path, target: Path, found: dict[str, list[Record]] | None = No
     if not found:
         raise UsageError(f"{source}: no records of {', '.join(EXPERIMENTS)} there; run evenstep.lab.reproduce first")
     figures = writable_folder(target / "figures")
-    files = [target / "reproduction.md"]
+    files = [target / "reproduction.md", target / "reproduction-details.md"]
     for name, records in found.items():
         files.append(figures / f"{name}.svg")
         drawing.save(EXPERIMENTS[name].plot(records), files[-1], outlines=False)
     files[0].write_text(page(found, source, target), encoding="utf-8")
+    files[1].write_text(details(found), encoding="utf-8")
     return files
 
 
 def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
-    """The whole page."""
+    """The claims of the paper, judged."""
     claims = [["where", "the paper claims", "", "what came out", "command"]]
     for name, records in found.items():
         for claim in EXPERIMENTS[name].CLAIMS:
@@ -60,9 +67,12 @@ def page(found: dict[str, list[Record]], source: Path, target: Path) -> str:
     missing = [name for name in EXPERIMENTS if name not in found]
     parts = [head(found, source, target), markdown_table(claims) + "\n"]
     parts += [f"Not run yet: {', '.join(missing)}.\n"] if missing else []
-    parts += [COMMAND.format(source=source)]
-    parts += [section(name, EXPERIMENTS[name], records) for name, records in found.items()]
-    return "\n".join(parts)
+    return "\n".join([*parts, COMMAND.format(source=source)])
+
+
+def details(found: dict[str, list[Record]]) -> str:
+    """How each experiment was run, with its figure and numbers."""
+    return DETAILS + "\n".join(section(name, EXPERIMENTS[name], records) for name, records in found.items())
 
 
 def head(found: dict[str, list[Record]], source: Path, target: Path) -> str:
