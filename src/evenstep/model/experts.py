@@ -62,7 +62,7 @@ def experts_of(module: nn.Module) -> LayerKind | None:
     Since version 5 they say whether they are transposed. A wrapped forward still has the module of the one it wraps; a
     subclass's own forward has not.
     """
-    forward = getattr(type(module).forward, "__module__", "")
+    forward = getattr(type(module).forward, "__module__", "") or ""  # None, if the class was made by exec
     if not (forward.startswith("transformers.models.") and hasattr(module, "is_transposed")):
         return None
     stacked = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
