@@ -11,7 +11,7 @@ from .. import usage
 class Options:
     """Say how UnitStep would treat each parameter of your model, and what it would cost in memory and time."""
 
-    model: Annotated[str, "The function in your file that builds the model.", "FILE.py:FUNCTION"]
+    model: Annotated[str, "Your file with model(), or the function in it that builds the model.", "FILE.py[:FUNCTION]"]
     input: Annotated[str | None, "Shape of a batch, such as 8x3x32x32, to time a step.", "SHAPE"] = None
     device: Annotated[str, "Where to time it: cpu, cuda, mps, ..."] = "cpu"
     seed: Annotated[int, "Seed of the model's weights and of the batch."] = 0
