@@ -3,11 +3,10 @@
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any
 
-from .identity import DIGEST
 from .labels import method_label, number
 from .reading import Record
 from .records import dumps
@@ -95,7 +94,7 @@ class Runs:
 
 def _name(config: dict[str, Any]) -> str:
     """A trial's configuration, without its data, as text."""
-    return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
+    return dumps({field.name: config.get(field.name) for field in fields(Trial)})
 
 
 def epoch_line(row: Epoch) -> str:

@@ -79,7 +79,7 @@ class Search:
                 storage=JournalStorage(JournalFileBackend(str(journal))),
                 study_name=key,
                 load_if_exists=True,
-                pruner=optuna.pruners.SuccessiveHalvingPruner(max(1, self.example.epochs // 3), 2),
+                pruner=optuna.pruners.SuccessiveHalvingPruner(-(-self.example.epochs // 3), 2),
             )
         for left in self.study.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # by a process that was stopped
             self.study.tell(left.number, state=optuna.trial.TrialState.FAIL)
@@ -253,12 +253,14 @@ def headline(found: summary.Series, label: str) -> str:
     losses, mean = runs[best], statistics.fmean(runs[best])
     if not math.isfinite(mean):
         return f"{label}: every run diverged; are the data on a sensible scale, and the loss a mean over the batch?"
-    shown = number(mean)
-    spread = f" ± {statistics.stdev(losses):.{len(shown.partition('.')[2])}f}" if len(losses) > 1 else " (one seed)"
-    good = [lr for lr in runs if statistics.fmean(runs[lr]) <= mean + NEAR * abs(mean)]
+    shown, deviation = number(mean), statistics.stdev(losses) if len(losses) > 1 else 0.0
+    spread = f" ± {deviation:.{len(shown.partition('.')[2])}f}" if deviation else " (one seed)"
+    near = max(NEAR, deviation / abs(mean) if mean else 0.0)
+    good = [lr for lr in runs if statistics.fmean(runs[lr]) <= mean + near * abs(mean)]
     low, high = contiguous(sorted(runs), best, good)
-    around = f"anything from {low:g} to {high:g} is" if low < high else "no other lr that was tried to its end is"
-    return f"{label}, lr {best:g}: held-out loss {shown}{spread}; {around} within {NEAR:.0%}"
+    around = f"anything from {low:g} to {high:g}" if low < high else "no other lr that was tried to its end"
+    why = ", as far as seeds differ" if near > NEAR else ""
+    return f"{label}, lr {best:g}: held-out loss {shown}{spread}; {around} is within {near:.0%}{why}"
 
 
 def contiguous(grid: list[float], best: float, good: list[float]) -> tuple[float, float]:

@@ -184,6 +184,11 @@ def load(path: Path) -> UserTask:
         raise UsageError(f"{path} is not a Python file; give a file such as my.py ({HINT})")
     with RandomNumbers(0).active():
         module = user_code.imported(path)
+    return checked(path, module)
+
+
+def checked(path: Path, module: ModuleType) -> UserTask:
+    """The task of a file that has been read, if it has the functions and they take the arguments they should."""
     for name in NEEDED:
         if not callable(getattr(module, name, None)):
             raise UsageError(f"{path} has no function {name!r}{user_code.others(module, name)}; {HINT}")

@@ -47,13 +47,14 @@ def main(options: Options) -> int:
 def carry_out(training: Training, trial: Trial, path: Path) -> bool:
     """Train from the checkpoint to the end behind a progress bar; whether the user stopped it (Ctrl-C)."""
     from .. import checkpoint, display
+    from ..labels import method_label
     from ..trial import config
 
     what = config(trial, training.data)
     if checkpoint.restore(training, what, path):
         print(f"Going on after epoch {len(training.rows)}, from {path}.")
     with display.Bar(trial.epochs, len(training.rows)) as bar:
-        bar.say(f"{trial.method}, stepsize {trial.lr:g}")
+        bar.say(f"{method_label(trial.method)}, lr {trial.lr:g}")
 
         def keep(row: Epoch) -> None:
             checkpoint.save(training, what, path)

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Find the lr for your network: short runs around the default, the bad ones stopped early; can be stopped, goes on."""
+    """Find the lr for your network: short runs around the default, the bad ones stopped early; it can be resumed."""
 
     file: Annotated[Path, "Your file with model() and batches(train); see evenstep init.", "FILE.py"]
     method: Annotated[str, f"Class to find the lr for: {NAMES}."] = "EvenStep"
-    minutes: Annotated[
-        float | None, "How long it may take, over all sessions (default: 5, unless --runs is given)."
-    ] = None
+    minutes: Annotated[float | None, "How long it may take in all (default: 5, unless --runs is given)."] = None
     runs: Annotated[int | None, "How many runs it may take."] = None
     epochs: Annotated[int | None, "Passes over the data per run (default: what the minutes allow, at most 10)."] = None
     lr: Annotated[str | None, "Where to begin (default: the lr of the class).", "NUMBER"] = None
@@ -41,7 +39,7 @@ def main(options: Options) -> int:
     """Search, and say what was found; the exit code."""
     import optuna  # noqa: F401  # before anything runs: it comes with the extra
 
-    from .. import lr_search, running
+    from .. import lr_search, running, sweep
 
     budget = budget_of(options)
     task = load(options.file)
@@ -51,16 +49,15 @@ def main(options: Options) -> int:
     example = shared.fitted(shared.trial(setting, options.method, lr, options.seed), task)
     shared.try_out(example, task, device)
     path = usage.writable_folder(shared.folder(options, "tune")) / "records.jsonl"
-    lr_search.known(path, task, print)  # refuses a changed file before anything runs
+    sweep.known(path, task, print)  # refuses a changed file before anything runs
     stopped = False
     with running.one_thread(task):
         try:
             if options.epochs is None:
                 length = lr_search.planned(example, task, path) or lr_search.fit(example, task, device, budget)
                 example, task = replace(example, epochs=length[0]), replace(task, steps=length[1])
-            print(
-                f"{find(example.method).label}, {in_words(example, task)} per run. Ctrl-C stops; the same command goes on."
-            )
+            label = find(example.method).label
+            print(f"{label}, {in_words(example, task)} per run. Ctrl-C stops; the same command goes on.")
             lr_search.Search(example, task, path, device, budget, partial(print, flush=True)).run()
         except KeyboardInterrupt:
             stopped = True
@@ -88,10 +85,11 @@ def in_words(example: Trial, task: UserTask) -> str:
 
 def say(example: Trial, task: UserTask, path: Path) -> None:
     """Print the code to paste, how to compare, and in the last line what was found."""
-    from .. import comparison, lr_search, sweep
+    from .. import comparison, lr_search, records, sweep
 
     label, mine = find(example.method).label, trial.config(example, task)
-    runs = [r for r in sweep.finished(path) if all(r["config"].get(k) == mine[k] for k in mine.keys() - {"lr", "seed"})]
+    any_run = {"lr": None, "seed": None}
+    runs = [r for r in sweep.finished(path) if {**r["config"], **any_run} == {**records.plain(mine), **any_run}]
     if not runs:
         print(f"{label}: no run came to its end, so there is no lr to name; give a larger budget, or a smaller --lr")
         return
@@ -113,8 +111,9 @@ def code(example: Trial, lr: float) -> str:
     elif hasattr(evenstep, label):
         made = f"evenstep.{label}(model, lr={lr:g}{options})"
     else:
-        made = f"{example.method if '.' in example.method else f'torch.optim.{label}'}(model.parameters(), lr={lr:g}{options})"
+        cls = example.method if "." in example.method else f"torch.optim.{label}"
+        made = f"{cls}(model.parameters(), lr={lr:g}{options})"
     return (
         f"    optimizer = {made}\n"
-        "    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)  # then schedule.step()"
+        "    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)"
     )

@@ -106,7 +106,7 @@ def try_out(example: Trial, arrays: Data, device: torch.device | str = "cpu") ->
         return try_task(example, arrays, device)
     method, order = find(example.method), torch.Generator().manual_seed(0)
     network = f"--model {example.model} with {example.model_options}", example.model_options
-    rule = f"method {example.method} with {example.options}", example.options
+    rule = f"method {method.label} with {example.options}", example.options
     with torch.random.fork_rng(devices=[]), failures_expected(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         with _blamed(*network):
