@@ -82,9 +82,9 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
         (["--model-options", "classes=3"], "paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10"),
         (["--model-options", "width=0"], "--model paper_cnn with {'width': 0}: "),
         (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
-        (["--options", "betas=[0.9]"], "method adam with {'betas': [0.9]}: "),
-        (["--options", "fused=true", "foreach=true"], "method adam with {'fused': True, 'foreach': True}: "),
-        (["--options", "capturable=true"], "method adam with {'capturable': True}: "),  # which its step refuses
+        (["--options", "betas=[0.9]"], "method Adam with {'betas': [0.9]}: "),
+        (["--options", "fused=true", "foreach=true"], "method Adam with {'fused': True, 'foreach': True}: "),
+        (["--options", "capturable=true"], "method Adam with {'capturable': True}: "),  # which its step refuses
     ],
 )
 @pytest.mark.parametrize("command", [("train", "--method"), ("sweep", "--methods")])

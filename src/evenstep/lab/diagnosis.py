@@ -31,7 +31,9 @@ RECURRENT, NORMS = (nn.LSTM, nn.GRU, nn.RNN, nn.RNNCellBase), nn.modules.batchno
 def coverage(model: nn.Module, call: Call | None) -> evenstep.Coverage:
     """How EvenStep treats each parameter; after a step on a copy, where there is a call, which shows what is seen."""
     model = copy.deepcopy(model)
-    optimizer = CONTENDERS["EvenStep"](model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is covered")  # which `advice` says in its own words
+        optimizer = CONTENDERS["EvenStep"](model)
     if call is not None:
         step(call, model, optimizer)
     found: evenstep.Coverage = optimizer.coverage()  # type: ignore[attr-defined]
@@ -68,8 +70,8 @@ def advice(model: nn.Module, rows: evenstep.Coverage) -> list[str]:
         "smaller steps than training from scratch: begin lower, as in evenstep tune FILE --lr 0.002.": (
             lora or frozen > total / 2
         ),
-        f"Like a GPT: AdamW moves the embeddings ({embedded:.0%} of the parameters) and norms, at plain_lr=0.003. If you "
-        "know an AdamW lr that is good for this network, give it as plain_lr.": embedded > 0 and not recurrent,
+        f"Like a GPT: AdamW moves the embeddings ({embedded:.0%} of the parameters) and norms, at plain_lr=0.003. If "
+        "you know an AdamW lr that is good for this network, give it as plain_lr.": embedded > 0 and not recurrent,
         f"Batch norm ({normed:.0%} of the parameters) is moved by AdamW, and may stay. EvenStep can train without: "
         "try that where batches are small, or outputs must not depend on the batch.": normed > 0,
         f"Recurrent layers ({recurrent:.0%} of the parameters) are not whitened but moved by AdamW, at plain_lr=0.003; "
@@ -92,11 +94,11 @@ def state_floats(model: nn.Module) -> dict[str, float]:
     found = {"SGD": 0.0, "SGD with momentum": 1.0, "AdamW": 2.0}
     for name in ("EvenStep", "UnitStep"):
         network = copy.deepcopy(model)
-        optimizer = CONTENDERS[name](network)
         for p in network.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*saw no input")
+            warnings.filterwarnings("ignore", message=".*(saw no input|is covered)")
+            optimizer = CONTENDERS[name](network)
             optimizer.step()
         kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         found[name] = sum(t.numel() for t in kept) / trained

@@ -112,7 +112,8 @@ class Search:
         """The next place on the grid and the seed; None if there is nothing left to find out."""
         scores = {place: statistics.fmean(losses.values()) for place, losses in self.scores().items()}
         place, seeds_to_run = next_place(scores), SEEDS - 1
-        if place is not None and (not scores or self.left() > seeds_to_run or self.left() == math.inf):
+        found = any(map(math.isfinite, scores.values()))
+        if place is not None and (not found or self.left() > seeds_to_run):
             return place, self.example.seed
         best = min(scores, key=lambda k: scores[k])
         taken = self.scores()[best]
@@ -129,6 +130,8 @@ class Search:
         try:
             if record is None:
                 record = self.train(wanted, attempt)
+            else:
+                self.replay(record, attempt)
             loss = summary.end(record, record.get("initial_loss"))
             word = f"held-out loss {number(loss)}" if math.isfinite(loss) else "diverged"
         except Ended as end:
@@ -158,6 +161,12 @@ class Search:
         with failures_expected():
             training.finish(look)
         return records.append(self.path, trial.recorded(wanted, training, first), once=True)
+
+    def replay(self, record: Record, attempt: Any) -> None:
+        """Tell the pruner of a run that was recorded earlier."""
+        for row in record["metrics"]:
+            if row.get("test_loss") is not None:
+                attempt.report(self.judged(row["test_loss"], row["epoch"]), row["epoch"])
 
     def judged(self, loss: float, epoch: int) -> float:
         """The loss after an epoch as the pruner sees it: one within SLACK of the best so far counts as the best."""

@@ -29,6 +29,8 @@ def find(name: str) -> Method:
     ('evenstep', 'adamw', 'NAdam', 'Whitened(NAdam)')
     """
     home, _, short = name.rpartition(".")
+    if short == "py":
+        raise UsageError(f"{name} is no method; give your file before the options: evenstep sweep {name} --methods ...")
     if name in METHODS:
         return METHODS[name]
     if home in ("", *HOMES) and short.lower() in LABELS:

@@ -40,8 +40,6 @@ class Setting:
 
 def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
     """A trial in this setting; a UsageError if a name is unknown or a number is out of range."""
-    if method.endswith(".py"):
-        raise usage.UsageError(f"{method} is no method; give your file before the options: evenstep sweep {method} …")
     return Trial(
         method=find(method).name,
         lr=lr,
