@@ -30,9 +30,10 @@ from .user_task import UserTask
 PER_DECADE, SPACINGS, REACH = 8, (4, 2, 1), 24  # grid points; how far to look from the best; at most 3 decades away
 JOURNAL = "search.log"
 SEEDS = 3  # runs at the best stepsize
-SLACK = 0.1  # a run is not stopped while its loss is within so much of the best one at that time
+SLACK = 0.2  # a run is not stopped while its loss is within so much of the best one at that time
 RUNS = 9  # whole runs that a search takes about as long as
 WHOLE, LONGEST = 3, 10  # passes over the data: fewer are cut into epochs of some steps
+OVERFIT = 0.05  # how much lower the loss was before the end, if runs are said to overfit
 NEAR = 0.02  # what counts as as good as the best
 
 
@@ -270,6 +271,22 @@ def headline(found: summary.Series, label: str) -> str:
     around = f"anything from {low:g} to {high:g}" if low < high else "no other lr that was tried to its end"
     why = ", as far as seeds differ" if near > NEAR else ""
     return f"{label}, lr {best:g}: held-out loss {shown}{spread}; {around} is within {near:.0%}{why}"
+
+
+def overfits(found: summary.Series) -> str:
+    """A remark if held-out losses at the best stepsize were much lower before the end; else nothing."""
+    best = found.runs[summary.best_stepsize(found.runs)]
+    curves = [[row["test_loss"] for row in run["metrics"] if row.get("test_loss") is not None] for run in best]
+    if len({len(curve) for curve in curves}) != 1 or len(curves[0]) < 2:
+        return ""
+    means = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
+    low = min(means)
+    if means[-1] - low <= OVERFIT * abs(low):
+        return ""
+    return (
+        f"The held-out loss was {number(low)} after epoch {means.index(low) + 1}, and rose: these runs overfit. "
+        "Try fewer --epochs, --options weight_decay=0.1, more data or augmentation."
+    )
 
 
 def contiguous(grid: list[float], best: float, good: list[float]) -> tuple[float, float]:

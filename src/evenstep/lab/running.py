@@ -38,8 +38,8 @@ def run_trials(
     return False
 
 
-def conclude(path: Path, stopped: bool) -> int:
-    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
+def conclude(path: Path, stopped: bool, table: bool = True) -> int:
+    """Print the best of each method (`table`) and write the report, also for the runs before a stop; the exit code."""
     found = reading.Reading()
     if path.exists():
         reading.read_file(path, path.name, found)
@@ -49,7 +49,7 @@ def conclude(path: Path, stopped: bool) -> int:
         return 130 if stopped else 1
     if stopped:
         print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
-    for compared in comparisons(found.runs):
+    for compared in comparisons(found.runs) if table else []:
         print(f"\n{tables.best(compared)}\n")
     print(f"Records: {path}")
     with optional(f"report of {path}"):

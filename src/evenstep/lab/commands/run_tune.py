@@ -61,7 +61,7 @@ def main(options: Options) -> int:
             lr_search.Search(example, task, path, device, budget, partial(print, flush=True)).run()
         except KeyboardInterrupt:
             stopped = True
-    code = running.conclude(path, stopped)
+    code = running.conclude(path, stopped, table=False)  # whose best may have no finished neighbours
     say(example, task, path)
     return code
 
@@ -96,6 +96,10 @@ def say(example: Trial, task: UserTask, path: Path) -> None:
     (found,) = comparison.compare(runs).series
     best = best_stepsize(found.runs)
     print(f"\nTo use it, with a schedule that falls to zero as it did here:\n\n{code(example, best)}\n")
+    if remark := lr_search.overfits(found):
+        print(f"{remark}\n")
+    if task.steps is not None or example.epochs < lr_search.LONGEST:
+        print(f"Runs were short: in a training many times as long, a smaller lr is often better than {best:g}.\n")
     if task.steps is None:
         words = f"--methods AdamW --stepsizes 1e-3 3e-4 --epochs {example.epochs} --decay-lr --out {path.parent}"
         print(f"To compare: evenstep sweep {task.path} {words}\n")
