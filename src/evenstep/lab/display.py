@@ -10,6 +10,7 @@ from typing import Any
 from .labels import method_label, number
 from .reading import Record
 from .records import dumps
+from .summary import judged_by
 from .train import Epoch
 from .trial import Trial
 
@@ -110,11 +111,11 @@ def run_line(record: Record) -> str:
     label = f"{method_label(config['method']):<16} stepsize {config['lr']:<8g} seed {record['seed']:<3}"
     if last["diverged"]:
         return f"{label} diverged in epoch {last['epoch']}"
-    return f"{label} training loss {last['train_loss']:.3f}{_held_out(last)}"
+    return f"{label} training loss {last['train_loss']:.3f}{_held_out(last, judged_by(config))}"
 
 
-def _held_out(row: Epoch) -> str:
-    """The accuracy on held-out examples; where there is none, the loss."""
-    if row.get("test_accuracy") is not None:
+def _held_out(row: Epoch, loss: str = "train_loss") -> str:
+    """The accuracy on held-out examples; where there is none, or runs are judged by it, the loss."""
+    if row.get("test_accuracy") is not None and loss == "train_loss":
         return f"   test accuracy {row['test_accuracy']:.1%}"
     return f"   held-out loss {number(row['test_loss'])}" if row.get("test_loss") is not None else ""
