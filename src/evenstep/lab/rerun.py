@@ -21,6 +21,8 @@ def commands(found: Sequence[Series]) -> list[str]:
 def command(found: Sequence[Series]) -> str:
     """The sweep that makes these series."""
     config, options = found[0].all_runs[0]["config"], found[0].options
+    if "steps" in config:  # an epoch of so many steps is what `tune` alone makes
+        return shlex.join(["evenstep", "tune", str(config.get("data")), "--method", found[0].method])
     own = config.get("judged_by") == "test_loss"  # a user's file
     words = ["evenstep", "sweep", *([str(config.get("data"))] if own else []), "--methods", *(s.method for s in found)]
     if not all(map(_own_grid, found)):
