@@ -35,14 +35,14 @@ def few_images(monkeypatch):
         (["demo", "--bogus"], "demo does not know '--bogus'; see evenstep demo --help"),
         (["demo", "--epoch", "3"], "did you mean --epochs?"),
         (["swep"], "no command is called 'swep'; did you mean 'sweep'?"),
-        (["frobnicate"], "there are: demo, reproduce, sweep"),
+        (["frobnicate"], "there are: demo, reproduce, init, tune, sweep"),
         (["sweep", "--stepsizes"], "--stepsizes is empty, so there is nothing to run"),
         (["sweep", "--stepsizes", "nan"], "--stepsizes takes positive numbers; got 'nan'"),
         (["sweep", "--methods", "adm"], "no method is called 'adm'; did you mean 'adam'?"),
         (["sweep", "--model", "paper-cnn"], "no network is called 'paper-cnn'; did you mean 'paper_cnn'?"),
         (["sweep", "--model", "transformer"], "--model transformer cannot be trained on fashion"),
         (["sweep", "--options", "momentum"], "--options takes NAME=VALUE"),
-        (["sweep", "--options", "momentun=0.9"], "method sg with {'momentun': 0.9}"),
+        (["sweep", "--options", "momentun=0.9"], "method EvenStep with {'momentun': 0.9}"),
         (["sweep", "--model-options", "depth=3"], "--model paper_cnn with {'depth': 3}"),
         (["train", "--lr", "fast"], "--lr takes positive numbers; got 'fast'"),
         (["train", "--data", "/no/such/place"], "--data /no/such/place: no such file or folder"),
@@ -52,8 +52,8 @@ def few_images(monkeypatch):
         (["reproduce"], "name an experiment to reproduce: fig1, fig2"),
         (["reproduce", "fig9"], "no experiment is called 'fig9'; did you mean 'fig"),
         (["reproduce", "fig1", "--budget", "nan"], "--budget takes seconds, 0 or more; got nan"),
-        (["doctor"], "doctor needs FILE.py:FUNCTION"),
-        (["doctor", "model.py"], "'model.py' has no function in it; give FILE.py:FUNCTION"),
+        (["doctor"], "doctor needs FILE.py[:FUNCTION]"),
+        (["doctor", "model.py"], "model.py is not there; give FILE.py, or FILE.py:FUNCTION"),
         (["doctor", "no_such_file.py:build"], "no_such_file.py is not there"),
         (["bench", "--model", "resnet5"], "did you mean 'resnet50'?"),
         (["bench", "--batch", "8", "0"], "--batch must be between 1 and 1000000; got 0"),
@@ -82,9 +82,9 @@ def test_a_text_is_refused_where_images_are_needed(capsys, tmp_path):
         (["--model-options", "classes=3"], "paper_cnn with {'classes': 3}: it has 3 outputs, and random has 10"),
         (["--model-options", "width=0"], "--model paper_cnn with {'width': 0}: "),
         (["--model-options", "width=100000"], "--model paper_cnn with {'width': 100000}: "),
-        (["--options", "betas=[0.9]"], "method adam with {'betas': [0.9]}: "),
-        (["--options", "fused=true", "foreach=true"], "method adam with {'fused': True, 'foreach': True}: "),
-        (["--options", "capturable=true"], "method adam with {'capturable': True}: "),  # which its step refuses
+        (["--options", "betas=[0.9]"], "method Adam with {'betas': [0.9]}: "),
+        (["--options", "fused=true", "foreach=true"], "method Adam with {'fused': True, 'foreach': True}: "),
+        (["--options", "capturable=true"], "method Adam with {'capturable': True}: "),  # which its step refuses
     ],
 )
 @pytest.mark.parametrize("command", [("train", "--method"), ("sweep", "--methods")])
@@ -188,13 +188,13 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
     command = ("train", "--epochs", "2", "--batch-size", "10", "--out", tmp_path)
     assert call(*command) == 0 and call(*command) == 0
     [record] = records.read(tmp_path / "records.jsonl")
-    assert record["config"]["method"] == "unitstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
+    assert record["config"]["method"] == "evenstep" and [row["steps"] for row in record["metrics"]] == [2, 2]
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(saved["rows"]) == 2 and "Going on after epoch 2" in capsys.readouterr().out
-    assert "| UnitStep | 0.05 |" in printed(capsys, "report", tmp_path, "--markdown")
+    assert "| EvenStep | 0.025 |" in printed(capsys, "report", tmp_path, "--markdown")
     (tmp_path / "records.jsonl").unlink()
     told = refused(capsys, *command, "--lr", "0.1")
-    assert "is of another configuration (lr: 0.05 there, 0.1 here); choose another --out" in told
+    assert "is of another configuration (lr: 0.025 there, 0.1 here); choose another --out" in told
 
 
 def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):
@@ -363,15 +363,16 @@ def test_doctor_shows_coverage_memory_and_time(diagnose, capsys):
     for text in ("0.weight   Conv2d       whitened", "no whitened form for BatchNorm2d", "3,130 parameters train"):
         assert text in shown
     floats = {m[0].strip(): float(m[1]) for m in re.findall(r"^  ([A-Za-z ]+?) +([\d.]+) +[\d.e-]+$", shown, re.M)}
+    assert 1.0 < floats["EvenStep"] < 2.5
     assert floats["SGD with momentum"] == 1.0 and floats["AdamW"] == 2.0 and 1.0 < floats["UnitStep"] < 2.0
-    assert re.search(r"Time: [\d.]+ ms a step against [\d.]+ ms of SGD with momentum, [\d.]+ times", shown)
+    assert re.search(r"Time of a step.*\n  SGD with momentum +[\d.]+ ms +1.00 .*\n.*\n  EvenStep +[\d.]+ ms", shown)
 
 
 @pytest.mark.parametrize(
     ("build", "shown"),
     [
-        (CONV + "\ninputs = lambda: {'input': torch.zeros(2, 3, 8, 8)}", "Time: "),
-        (NET + "return super().forward(x[0])\ninputs = lambda: [torch.zeros(2, 4)]", "Time: "),  # one argument
+        (CONV + "\ninputs = lambda: {'input': torch.zeros(2, 3, 8, 8)}", "Time of a step"),
+        (NET + "return super().forward(x[0])\ninputs = lambda: [torch.zeros(2, 4)]", "Time of a step"),  # one argument
         (DATACLASS, "20 parameters train"),
     ],
 )

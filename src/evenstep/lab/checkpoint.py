@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from . import records
-from .identity import without_digest
+from .identity import DIGEST, without_digest
 from .train import Training
 from .usage import UsageError, first_line
 
 COLUMNS = {"epoch", "train_loss", "seconds", "steps", "diverged", "test_accuracy"}  # that a row must have
 Config = dict[str, Any]
+WORDS = {DIGEST: "digest of the data, or of the text of your file"}
 
 
 def save(training: Training, config: Config, path: Path) -> None:
@@ -97,7 +98,7 @@ def _load(path: Path, config: Config) -> dict[str, Any]:
         names = [name for name in {**other, **here} if other.get(name) != here.get(name)]
     except (TypeError, ValueError, RecursionError) as error:
         raise _unfit(path, error) from error
-    difference = ", ".join(f"{name}: {other.get(name)} there, {here.get(name)} here" for name in names)
+    difference = ", ".join(f"{WORDS.get(name, name)}: {other.get(name)} there, {here.get(name)} here" for name in names)
     raise UsageError(f"{path} is of another configuration ({difference}); choose another --out, or remove it")
 
 

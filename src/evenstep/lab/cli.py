@@ -104,7 +104,7 @@ def parser_of(name: str, options: type[Any]) -> argparse.ArgumentParser:
     """The parser of a command: an argument for each field of `options`.
 
     A field is Annotated with its help, then with further flags (--…) and the name of its value in the help, if any. One
-    without a default is positional; a tuple takes several values.
+    without a default is positional, and so is one with "?", which may be left out; a tuple takes several values.
     """
     parser = _Parser(prog=f"evenstep {name}", description=inspect.getdoc(options), allow_abbrev=False)
     hints = get_type_hints(options, include_extras=True)
@@ -120,6 +120,9 @@ def parser_of(name: str, options: type[Any]) -> argparse.ArgumentParser:
             continue
         if kind is bool:
             settings = {"help": settings["help"], "action": "store_true"}
+        if "?" in more:
+            parser.add_argument(field.name, nargs="?", default=None, **(settings | {"metavar": more[0]}))
+            continue
         flags = [f"--{field.name.replace('_', '-')}", *(word for word in more if word.startswith("-"))]
         parser.add_argument(*flags, default=field.default, dest=field.name, **settings)
     return parser

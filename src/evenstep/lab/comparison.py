@@ -6,9 +6,9 @@ from . import labels
 from .identity import DIGEST
 from .reading import Record
 from .records import dumps
-from .summary import Series, Summary, common_target, initial_loss, series, summarize
+from .summary import Series, Summary, common_target, initial_loss, judged_by, series, summarize
 
-SETTING = ("data", "model", "epochs", "batch_size", "augment", "decay_lr", "model_options")
+SETTING = ("data", "model", "epochs", "batch_size", "augment", "decay_lr", "model_options", "steps", "judged_by")
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,17 @@ class Comparison:
     digest: str | None = None  # of the data, where two data sets have the same name
 
     @property
+    def judged_by(self) -> str:
+        """The column of the loss by which the runs are judged."""
+        return judged_by(self.runs[0]["config"])
+
+    @property
     def title(self) -> str:
         """The network and its data."""
         config = self.runs[0]["config"]
         which = "" if self.digest is None else f" ({self.digest})"
+        if config.get("model") == config.get("data"):  # a user's file has both
+            return f"{config['data']}{which}"
         network = labels.model_label(config.get("model", "A network"))
         return f"{network} on {config.get('data', 'data of its own')}{which}"
 

@@ -3,14 +3,14 @@
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any
 
-from .identity import DIGEST
-from .labels import method_label
+from .labels import method_label, number
 from .reading import Record
 from .records import dumps
+from .summary import judged_by
 from .train import Epoch
 from .trial import Trial
 
@@ -95,14 +95,14 @@ class Runs:
 
 def _name(config: dict[str, Any]) -> str:
     """A trial's configuration, without its data, as text."""
-    return dumps({key: value for key, value in config.items() if key not in ("data", DIGEST)})
+    return dumps({field.name: config.get(field.name) for field in fields(Trial)})
 
 
 def epoch_line(row: Epoch) -> str:
     """One epoch in a line."""
     if row["diverged"]:
         return f"epoch {row['epoch']:>3}  diverged"
-    return f"epoch {row['epoch']:>3}  training loss {row['train_loss']:.3f}   test accuracy {row['test_accuracy']:.1%}"
+    return f"epoch {row['epoch']:>3}  training loss {row['train_loss']:.3f}{_held_out(row)}"
 
 
 def run_line(record: Record) -> str:
@@ -111,5 +111,11 @@ def run_line(record: Record) -> str:
     label = f"{method_label(config['method']):<16} stepsize {config['lr']:<8g} seed {record['seed']:<3}"
     if last["diverged"]:
         return f"{label} diverged in epoch {last['epoch']}"
-    accuracy = f"   test accuracy {last['test_accuracy']:.1%}" if last.get("test_accuracy") is not None else ""
-    return f"{label} training loss {last['train_loss']:.3f}{accuracy}"
+    return f"{label} training loss {last['train_loss']:.3f}{_held_out(last, judged_by(config))}"
+
+
+def _held_out(row: Epoch, loss: str = "train_loss") -> str:
+    """The accuracy on held-out examples; where there is none, or runs are judged by it, the loss."""
+    if row.get("test_accuracy") is not None and loss == "train_loss":
+        return f"   test accuracy {row['test_accuracy']:.1%}"
+    return f"   held-out loss {number(row['test_loss'])}" if row.get("test_loss") is not None else ""

@@ -2,25 +2,29 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .data import Arrays, Text
+from .user_task import Data, UserTask
 
 CONTEXT = 128  # characters of text that a network sees
 IMAGES, IMAGES_ON_GPU, WINDOWS = 500, 2000, 64  # examples in a batch
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Arrays | Text, batch_size: int | None = None) -> dict[str, float]:
+def evaluate(model: nn.Module, data: Data, batch_size: int | None = None) -> dict[str, Any]:
     """Mean loss and accuracy on the held-out part, and the share of dead hidden units, in eval mode.
 
     A unit is an output of a ReLU module, behind a convolution a whole channel; it is dead if it is zero on every
     example. Text is read in whole windows, and counted by characters. `data` must be on the model's device. The model's
     mode is restored.
     """
+    if isinstance(data, UserTask):
+        return data.held_out(model)
     was_training = model.training
     model.eval()
     sums = []

@@ -9,6 +9,7 @@ from .methods import METHODS
 if TYPE_CHECKING:
     from .summary import Series
 
+LOSSES = {"train_loss": "training loss", "test_loss": "held-out loss"}
 MODEL_NAMES = {
     "paper_cnn": "The paper's CNN",
     "deep_net": "The nine-layer net",

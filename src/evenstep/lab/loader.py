@@ -2,35 +2,42 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .data import Arrays, Text
+from .data import Text
 from .evaluate import CONTEXT
+from .user_task import Data, UserTask
 
 AUGMENTATIONS = ("crop", "flip", "cutout")
 TEXT_STEPS = 250  # steps that count as an epoch of text, whose windows are drawn at random
 
 
-def steps_per_epoch(data: Arrays | Text, batch_size: int) -> int:
-    """The number of batches in an epoch; the last one of images may be smaller."""
+def steps_per_epoch(data: Data, batch_size: int) -> int:
+    """The number of batches in an epoch; the last one of images may be smaller. A user's task knows its own."""
+    if isinstance(data, UserTask):
+        return data.steps_per_epoch()
     return TEXT_STEPS if isinstance(data, Text) else math.ceil(len(data.train_y) / batch_size)
 
 
 def epoch_batches(
-    data: Arrays | Text,
+    data: Data,
     batch_size: int,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
     augment: bool | str = False,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of one epoch in a random order.
+) -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets of one epoch in a random order; of a user's task batches, and None.
 
     All random numbers are drawn on the CPU from `generator`: every device sees the same batches.
     """
     data = data.to(device)
+    if isinstance(data, UserTask):
+        yield from ((batch, None) for batch in data.epoch(generator))
+        return
     if isinstance(data, Text):
         offsets = torch.arange(CONTEXT + 1, device=device)
         last = len(data.train) - len(offsets)

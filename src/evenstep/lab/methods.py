@@ -1,5 +1,6 @@
 """The methods that are compared: a network with or without batch norm, an optimizer, and stepsizes to try."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ class Method:
     stepsizes: tuple[float, ...]
     batch_norm: bool = False
     capture_options: Mapping[str, Any] | None = field(default_factory=lambda: {"capturable": True})
+    lr: float | None = None  # where a search begins, if not at the class's default
 
 
 class PlainMuon(evenstep.Whitened):
@@ -49,35 +51,36 @@ class OwnBatchSGD(evenstep.WhitenedSGD):
         return super().step(closure)
 
 
-def _plain(rule: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """A torch optimizer class as a function of the module."""
-    return lambda model, **options: rule(model.parameters(), **options)
+def plain(rule: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """A torch optimizer class as a function of the module, with the signature of the class."""
+    return functools.wraps(rule)(lambda model, **options: rule(model.parameters(), **options))
 
 
-def _whitened(rule: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    """A torch rule in whitened coordinates."""
-    return lambda model, **options: evenstep.Whitened(model, rule, **{**fixed, **options})
+def whitened(rule: type[Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
+    """A torch rule in whitened coordinates, with the signature of the rule."""
+    return functools.wraps(rule)(lambda model, **options: evenstep.Whitened(model, rule, **{**fixed, **options}))
 
 
-SGD, FUSED = _plain(torch.optim.SGD), {"fused": True}
+SGD, FUSED = plain(torch.optim.SGD), {"fused": True}
 DECADES = (3e-4, 1e-3, 3e-3, 1e-2)
 MUON = (3e-3, 1e-2, 3e-2, 1e-1)
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("sg", "SGD", SGD, (0.03, 0.1, 0.3, 1.0), capture_options=FUSED),
+        Method("sg", "SGD", SGD, (0.03, 0.1, 0.3, 1.0), capture_options=FUSED, lr=0.1),
         Method("fan-in", "FanInSGD", evenstep.FanInSGD, (1.0, 3.0, 10.0, 30.0)),
-        Method("batch-norm", "SGD + batch norm", SGD, (0.03, 0.1, 0.3, 1.0), True, FUSED),
+        Method("batch-norm", "SGD + batch norm", SGD, (0.03, 0.1, 0.3, 1.0), True, FUSED, lr=0.1),
         Method("whitening", "WhitenedSGD", evenstep.WhitenedSGD, (1.0, 3.0, 10.0, 30.0)),
         Method("whitening-own", "WhitenedSGD, the batch's own moments", OwnBatchSGD, (1.0, 3.0, 10.0, 30.0)),
         Method("canonical", "CanonicalSGD", evenstep.CanonicalSGD, DECADES),
-        Method("adam", "Adam", _plain(torch.optim.Adam), DECADES),
-        Method("rmsprop", "RMSprop", _plain(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3)),
+        Method("adam", "Adam", plain(torch.optim.Adam), DECADES),
+        Method("adamw", "AdamW", plain(torch.optim.AdamW), DECADES),
+        Method("rmsprop", "RMSprop", plain(torch.optim.RMSprop), (1e-4, 3e-4, 1e-3, 3e-3), lr=1e-3),
         Method("unitstep", "UnitStep", evenstep.UnitStep, (0.02, 0.05, 0.1, 0.2)),
-        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.01, 0.02, 0.04, 0.08)),
-        Method("whitened-adam", "Whitened(AdamW)", _whitened(torch.optim.AdamW, betas=(0.9, 0.99)), DECADES),
-        Method("whitened-muon", "Whitened(Muon)", _whitened(torch.optim.Muon), MUON),
-        Method("muon", "Muon", PlainMuon, MUON),
+        Method("evenstep", "EvenStep", evenstep.EvenStep, (0.0125, 0.025, 0.05, 0.1)),
+        Method("whitened-adam", "Whitened(AdamW)", whitened(torch.optim.AdamW, betas=(0.9, 0.99)), DECADES),
+        Method("whitened-muon", "Whitened(Muon)", whitened(torch.optim.Muon), MUON, lr=0.02),
+        Method("muon", "Muon", PlainMuon, MUON, lr=0.02),
     )
 }

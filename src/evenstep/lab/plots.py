@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import drawing
 from .comparison import Comparison
-from .labels import Style, method_label, series_label
+from .labels import LOSSES, Style, method_label, series_label
 from .reading import Record
 from .summary import Series, diverged, final_loss
 
@@ -36,8 +36,15 @@ def accuracy_curves(found: Comparison) -> "Figure":
     return figure
 
 
+def held_out_curves(found: Comparison) -> "Figure":
+    """Held-out loss by epoch, drawn as the training losses are."""
+    figure, axes = _curves(found, "test_loss", -HIGHEST)
+    axes.set_ylabel("held-out loss")
+    return figure
+
+
 def sensitivity(found: Comparison) -> "Figure":
-    """Final training loss by stepsize; a cross at the top is a run that diverged."""
+    """Final loss by stepsize; a cross at the top is a run that diverged."""
     figure, axes = _panel(found)
     rates = [lr for s in found.series for lr in s.runs]
     drawn = list(filter(_drawable, rates)) or [1.0]
@@ -49,7 +56,7 @@ def sensitivity(found: Comparison) -> "Figure":
         height -= 0.03 * any(diverged(run, found.l0) for run in s.all_runs)  # so that no cross hides another
     losses = [final_loss(run) for run in found.runs if not diverged(run, found.l0)]
     axes.set_xlabel("stepsize (log scale); × diverged" + _left_out([*rates, *losses]))
-    axes.set_ylabel("training loss, last epoch (log scale)")
+    axes.set_ylabel(f"{LOSSES[found.judged_by]}, last epoch (log scale)")
     _loss_axis(axes, found, losses)
     _legend(figure, axes)
     return figure

@@ -37,6 +37,8 @@ def write(folder: Path, found: reading.Reading | None = None) -> Path:
 def save_figures(found: Comparison, folder: Path, number: int) -> list[Path]:
     """The figures of a comparison as SVG files."""
     draw = {"loss": plots.loss_curves, "accuracy": plots.accuracy_curves, "stepsizes": plots.sensitivity}
+    if found.judged_by == "test_loss":
+        draw = {"loss": plots.loss_curves, "held-out": plots.held_out_curves, "stepsizes": plots.sensitivity}
     return [drawing.save(plot(found), folder / f"{number}-{kind}.svg") for kind, plot in draw.items()]
 
 
@@ -89,6 +91,7 @@ def view(found: Comparison, files: list[Path]) -> dict[str, Any]:
         "facts": facts(found),
         "series": [labels.series_label(s) for s in found.series],
         "tables": tables.all_tables(found),
+        "loss": labels.LOSSES[found.judged_by],
         "l0": None if found.l0 is None else labels.number(found.l0),
         "target": found.target and labels.number(found.target),
         "figures": [(path.name, figure(path)) for path in files],
@@ -102,8 +105,8 @@ def facts(found: Comparison) -> list[str]:
     config, lost = found.runs[0]["config"], sum(diverged(run, found.l0) for run in found.runs)
     options = config.get("model_options")
     words = [
-        _count(config.get("epochs"), "epoch"),
-        f"batch {config['batch_size']}" if "batch_size" in config else "",
+        f"{config['epochs'] * config['steps']:,} steps" if "steps" in config else _count(config.get("epochs"), "epoch"),
+        f"batch {config['batch_size']}" if config.get("batch_size") else "",
         " and ".join(labels.augmentations(config.get("augment"))),
         ("linear decay" if config["decay_lr"] else "constant stepsize") if "decay_lr" in config else "",
         f"network: {labels.options_label(options) if isinstance(options, dict) else options}" if options else "",

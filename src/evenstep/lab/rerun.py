@@ -21,13 +21,16 @@ def commands(found: Sequence[Series]) -> list[str]:
 def command(found: Sequence[Series]) -> str:
     """The sweep that makes these series."""
     config, options = found[0].all_runs[0]["config"], found[0].options
-    words = ["evenstep", "sweep", "--methods", *(s.method for s in found)]
+    if "steps" in config:  # an epoch of so many steps is what `tune` alone makes
+        return shlex.join(["evenstep", "tune", str(config.get("data")), "--method", found[0].method])
+    own = config.get("judged_by") == "test_loss"  # a user's file
+    words = ["evenstep", "sweep", *([str(config.get("data"))] if own else []), "--methods", *(s.method for s in found)]
     if not all(map(_own_grid, found)):
         words += ["--stepsizes", *map(number, found[0].runs)]
     words += ["--seeds", *sorted({str(run.get("seed")) for s in found for run in s.all_runs})]
     for flag, name in (("--epochs", "epochs"), ("--batch-size", "batch_size"), ("--model", "model")):
-        words += [flag, str(config[name])] if name in config else []
-    words += ["--data", "fashion" if config.get("data") == FASHION_NAME else "DATA"]
+        words += [flag, str(config[name])] if name in config and not (own and name != "epochs") else []
+    words += [] if own else ["--data", "fashion" if config.get("data") == FASHION_NAME else "DATA"]
     if names := augmentations(config.get("augment")):
         words += ["--augment", *names]
     words += ["--decay-lr"] if config.get("decay_lr") else []

@@ -8,14 +8,14 @@ import torch
 
 from . import display, reading, sweep, tables
 from .comparison import comparisons
-from .data import Arrays, Text
 from .experiments.common import failures_expected
 from .trial import Trial
+from .user_task import Data, UserTask
 
 
 def run_trials(
     trials: Sequence[Trial],
-    data: Arrays | Text,
+    data: Data,
     path: Path,
     device: torch.device,
     runner: Callable[..., object] | None = None,
@@ -38,8 +38,8 @@ def run_trials(
     return False
 
 
-def conclude(path: Path, stopped: bool) -> int:
-    """Print the best of each method and write the report, also for the runs before a stop; the exit code."""
+def conclude(path: Path, stopped: bool, table: bool = True) -> int:
+    """Print the best of each method (`table`) and write the report, also for the runs before a stop; the exit code."""
     found = reading.Reading()
     if path.exists():
         reading.read_file(path, path.name, found)
@@ -49,7 +49,7 @@ def conclude(path: Path, stopped: bool) -> int:
         return 130 if stopped else 1
     if stopped:
         print("Stopped: this is from the runs that are finished; the same command goes on with the others.")
-    for compared in comparisons(found.runs):
+    for compared in comparisons(found.runs) if table else []:
         print(f"\n{tables.best(compared)}\n")
     print(f"Records: {path}")
     with optional(f"report of {path}"):
@@ -71,15 +71,15 @@ def optional(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one CPU thread.
+def one_thread(data: Data | None = None) -> Iterator[None]:
+    """Let torch use one CPU thread, except for the networks of a user's file.
 
     On batches this small a second thread saves a third of the time at best; with another torch program on the same two
     cores the threads of both wait for each other, and an epoch took 40 times as long. The sums, and so the figures,
     then do not depend on the number of cores either.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(before if isinstance(data, UserTask) else 1)
     try:
         yield
     finally:

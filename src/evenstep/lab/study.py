@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from . import records
-from .data import Arrays, Text
 from .reading import Record
 from .sweep import OnRecord, known, side_by_side
 from .trial import Trial, config
 from .usage import UsageError, first_line
+from .user_task import Data
 
 
 def run(
     url: str,
     trials: Sequence[Trial],
-    data: Arrays | Text,
+    data: Data,
     out: Path,
     *,
     on_record: OnRecord = lambda record: None,

@@ -73,9 +73,15 @@ class Summary:
 
 
 def final_loss(record: Record) -> float:
-    """Training loss of the last epoch; infinity if the run diverged."""
+    """The loss of the last epoch by which a run is judged; infinity if the run diverged."""
     last = record["metrics"][-1]
-    return math.inf if last.get("diverged") or last["train_loss"] is None else last["train_loss"]
+    loss = last.get(judged_by(record["config"]))
+    return math.inf if last.get("diverged") or last["train_loss"] is None or loss is None else loss
+
+
+def judged_by(config: dict[str, Any]) -> str:
+    """The loss by which runs are judged: the held-out one for a user's task, else that of training."""
+    return "test_loss" if config.get("judged_by") == "test_loss" else "train_loss"
 
 
 def diverged(record: Record, l0: float | None = None) -> bool:
@@ -178,9 +184,9 @@ def scored(runs: Sequence[Record], l0: float | None) -> list[float]:
 
 
 def reach(record: Record, target: float) -> Reach:
-    """The end of the first epoch whose training loss was at or below `target`."""
-    rows = record["metrics"]
-    hit = next((k for k, r in enumerate(rows, 1) if r["train_loss"] is not None and r["train_loss"] <= target), None)
+    """The end of the first epoch whose loss, by which runs are judged, was at or below `target`."""
+    rows, loss = record["metrics"], judged_by(record["config"])
+    hit = next((k for k, r in enumerate(rows, 1) if r.get(loss) is not None and r[loss] <= target), None)
 
     def total(column: str) -> float | None:
         if column not in rows[0]:

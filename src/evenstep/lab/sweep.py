@@ -7,20 +7,20 @@ from pathlib import Path
 import torch
 
 from . import records
-from .data import Arrays, Text
 from .identity import by_key
 from .parallel_trials import AT_ONCE, round_robin
 from .reading import Record
 from .records import dumps
 from .trial import OnEpoch, Trial, config, work
 from .usage import UsageError
+from .user_task import Data, UserTask
 
 OnRecord = Callable[[Record], None]
 
 
 def sweep(
     trials: Sequence[Trial],
-    data: Arrays | Text,
+    data: Data,
     out: Path,
     *,
     device: torch.device | str = "cpu",
@@ -32,7 +32,8 @@ def sweep(
 ) -> list[Record]:
     """The records of all `trials`, in their order; missing ones are run and added to `out`, each as it ends.
 
-    On a GPU up to `at_once` trials train side by side, elsewhere one. A sweep that was stopped or killed goes on where
+    On a GPU up to `at_once` trials train side by side, elsewhere one, and of networks of a
+    user's file, which may be large, one. A sweep that was stopped or killed goes on where
     it was: only the trials that were running begin again. A failing trial stops no other; its exception is raised at
     the end. `on_begin` is called before each trial and may raise to begin no further one. `warn` receives a line if the
     file had to be repaired.
@@ -58,13 +59,13 @@ def sweep(
 
 def side_by_side(
     trials: Iterable[Trial],
-    data: Arrays | Text,
+    data: Data,
     device: torch.device | str = "cpu",
     at_once: int | None = None,
     on_epoch: OnEpoch | None = None,
 ) -> Iterator[Record]:
     """The record of each trial as soon as it ends; `environment.at_once` says how many may have shared the device."""
-    at_once = at_once or AT_ONCE.get(torch.device(device).type, 1)
+    at_once = at_once or (1 if isinstance(data, UserTask) else AT_ONCE.get(torch.device(device).type, 1))
     data = data.to(device)
     for record in round_robin((work(trial, data, device, on_epoch) for trial in trials), device, at_once):
         record["environment"]["at_once"] = at_once
@@ -86,13 +87,13 @@ def finished(out: Path, warn: Callable[[str], None] = warnings.warn) -> list[Rec
         raise UsageError(f"{error}; remove that line, or choose another --out") from error
 
 
-def known(out: Path, data: Arrays | Text, warn: Callable[[str], None] = warnings.warn) -> dict[str, Record]:
+def known(out: Path, data: Data, warn: Callable[[str], None] = warnings.warn) -> dict[str, Record]:
     """The records in a file by configuration; runs on other data of the same name are a UsageError."""
     return by_key(finished(out, warn), data, out)
 
 
 def recorded(
-    trials: Sequence[Trial], data: Arrays | Text, out: Path, warn: Callable[[str], None] = warnings.warn
+    trials: Sequence[Trial], data: Data, out: Path, warn: Callable[[str], None] = warnings.warn
 ) -> list[Record]:
     """The records of those trials that are in the file, in the trials' order."""
     found = known(out, data, warn)

@@ -31,7 +31,8 @@ def all_tables(found: Comparison) -> list[Table]:
 
 def tuned(found: Comparison) -> Table:
     """The table "best when tuned"."""
-    columns = ["best stepsize", "training loss", "test accuracy", "dead units", "s per epoch", "seeds"]
+    loss = labels.LOSSES[found.judged_by]
+    columns = ["best stepsize", loss, "test accuracy", "dead units", "s per epoch", "seeds"]
     rows = [
         [
             f"{s.stepsize:g}" + (" *" if s.at_edge else ""),
@@ -43,10 +44,13 @@ def tuned(found: Comparison) -> Table:
         ]
         for s in found.summaries
     ]
+    if found.judged_by == "test_loss":  # a task of any kind: not all have what images have
+        empty = {k for k in range(len(columns)) if all(row[k] == MISSING for row in rows)}
+        columns, *rows = [[cell for k, cell in enumerate(row) if k not in empty] for row in (columns, *rows)]
     return Table(
         "best",
         "Best when tuned",
-        "Each method at the stepsize with the lowest training loss of the last epoch, mean over seeds.",
+        f"Each method at the stepsize with the lowest {loss} of the last epoch, mean over seeds.",
         columns,
         rows,
         "* the smallest or largest stepsize tried: a better one may lie beyond."
@@ -80,8 +84,8 @@ def timing(found: Comparison) -> Table:
     return Table(
         "target",
         "Time to a target",
-        "When the training loss of an epoch first was at or below the target, at the best stepsize, median over "
-        "seeds; ∞ if it never was.",
+        f"When the {labels.LOSSES[found.judged_by]} of an epoch first was at or below the target, at the best "
+        "stepsize, median over seeds; ∞ if it never was.",
         columns,
         [[_reached(getattr(s.reach, name), digits[name]) for name in columns] for s in found.summaries],
     )

@@ -10,17 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from .data import Arrays, Text
 from .evaluate import evaluate
 from .loader import epoch_batches, steps_per_epoch
 from .parallel_trials import CapturedStep
+from .user_task import Data, UserTask, size
 
 Epoch = dict[str, Any]
 CHECK_EVERY = 25  # steps between two checks that the loss is finite
 
 
 class Training:
-    """A training by cross-entropy, resumable after every epoch; `rows` has one row per finished epoch.
+    """A training, resumable after every epoch; `rows` has one row per finished epoch.
+
+    The loss is cross-entropy, or that of a user's task.
 
     A row has `train_loss` (the mean over the epoch's batches as they were trained on, as in the paper's figure 2),
     `test_loss`, `test_accuracy` and `dead_share` after the epoch, `seconds` and `steps` of training, and `diverged`.
@@ -35,7 +37,7 @@ class Training:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        data: Arrays | Text,
+        data: Data,
         *,
         epochs: int,
         batch_size: int,
@@ -54,6 +56,8 @@ class Training:
         self.loss, self.total = torch.zeros((), device=device), torch.zeros((), device=device)
         self.step = CapturedStep(self._step) if capture else self._step
         self.rows: list[Epoch] = []
+        endless = isinstance(self.data, UserTask) and self.data.steps is not None
+        self.stream = self.data.stream(self.order) if endless and isinstance(self.data, UserTask) else None
 
     @property
     def done(self) -> bool:
@@ -77,13 +81,13 @@ class Training:
         """Train one epoch, pausing after every step, and add its row; `seconds` leaves the pauses out."""
         steps, count, seconds = steps_per_epoch(self.data, self.batch_size), 0, 0.0
         self.total.zero_()
-        batches = epoch_batches(self.data, self.batch_size, self.order, self.device, self.augment)
+        batches = self._batches()
         for number in range(steps):
             start = time.perf_counter()
             x, y = next(batches)
             self._set_rates(len(self.rows) * steps + number, self.epochs * steps)
             self.step(x, y)
-            count += len(y)
+            count += examples(x, y)
             diverged = number % CHECK_EVERY == 0 and self._seen_diverged()
             seconds += time.perf_counter() - start
             yield
@@ -95,14 +99,23 @@ class Training:
         row = {"epoch": len(self.rows) + 1, "train_loss": mean, "seconds": seconds, "steps": steps}
         self.rows.append({**row, "diverged": not math.isfinite(mean), **evaluate(self.model, self.data)})
 
-    def _step(self, x: Tensor, y: Tensor) -> None:
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        """The batches of the next epoch."""
+        if self.stream is not None:
+            return ((batch, None) for batch in self.stream)
+        return epoch_batches(self.data, self.batch_size, self.order, self.device, self.augment)
+
+    def _step(self, x: Any, y: Any) -> None:
         """One training step; `total` sums the losses of the epoch's examples."""
         self.optimizer.zero_grad()
-        loss = functional.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
+        if isinstance(self.data, UserTask):
+            loss = self.data.loss(self.model, x)
+        else:
+            loss = functional.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
         loss.backward()
         self.optimizer.step()
         self.loss.copy_(loss.detach())
-        self.total.add_(self.loss, alpha=len(y))
+        self.total.add_(self.loss, alpha=examples(x, y))
 
     def _set_rates(self, step: int, steps: int) -> None:
         """Apply the schedule; a captured step reads its lr from a tensor, which keeps its address."""
@@ -118,6 +131,11 @@ class Training:
     def _seen_diverged(self) -> bool:
         """Whether the loss is known to be infinite or NaN; a GPU is not asked, because the answer takes a wait."""
         return self.device.type != "cuda" and not math.isfinite(self.total.item())
+
+
+def examples(x: Any, y: Any) -> int:
+    """The number of examples in a batch."""
+    return size(x) if y is None else len(y)
 
 
 def linear_decay(done: float) -> float:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from . import records
-from .data import Arrays, Text
+from .evaluate import evaluate
 from .identity import described
-from .methods import METHODS
+from .method_names import find
 from .models import MODELS
 from .parallel_trials import Work
 from .reading import Record
 from .train import Epoch, Training, linear_decay
+from .user_task import Data, UserTask
 
 OnEpoch = Callable[["Trial", Epoch], None]
 
@@ -31,7 +32,7 @@ class Trial:
     lr: float
     seed: int = 0
     epochs: int = 10
-    batch_size: int = 64
+    batch_size: int = 64  # 0: as in the user's file
     model: str = "paper_cnn"
     augment: bool | str = False
     decay_lr: bool = False
@@ -39,22 +40,24 @@ class Trial:
     model_options: dict[str, Any] = field(default_factory=dict)
 
 
-def config(trial: Trial, data: Arrays | Text) -> dict[str, Any]:
+def config(trial: Trial, data: Data) -> dict[str, Any]:
     """The configuration that a record states."""
     return {**asdict(trial), **described(data)}
 
 
 def start(
-    trial: Trial, data: Arrays | Text, device: torch.device | str = "cpu", *, capture: bool = False, model: Any = None
+    trial: Trial, data: Data, device: torch.device | str = "cpu", *, capture: bool = False, model: Any = None
 ) -> Training:
     """The trial's training before its first step; `trial.seed` gives every method the same weights.
 
     With `capture` its steps run as CUDA graphs where the device and the method allow it. `model` replaces the network.
     """
-    method, device, options = METHODS[trial.method], torch.device(device), trial.options
+    method, device, options = find(trial.method), torch.device(device), trial.options
     lr: float | Tensor = trial.lr
     torch.manual_seed(trial.seed)
-    if model is None:
+    if isinstance(data, UserTask):
+        model, capture = data.model(), False
+    elif model is None:
         model = MODELS[trial.model](data.channels, batch_norm=method.batch_norm, **trial.model_options)
     capture = capture and device.type == "cuda" and method.capture_options is not None
     if capture:
@@ -75,10 +78,20 @@ def start(
     )
 
 
-def work(
-    trial: Trial, data: Arrays | Text, device: torch.device | str, on_epoch: OnEpoch | None = None
-) -> Work[Record]:
+def work(trial: Trial, data: Data, device: torch.device | str, on_epoch: OnEpoch | None = None) -> Work[Record]:
     """The trial in steps, for `round_robin`; ends with its record."""
     training = start(trial, data, device, capture=True)
+    first = first_loss(training)
     yield from training.run(on_epoch and partial(on_epoch, trial))
-    return records.make(config(trial, data), trial.seed, training.rows, device)
+    return recorded(trial, training, first)
+
+
+def recorded(trial: Trial, training: Training, first: float | None) -> Record:
+    """The record of a finished training that began at the loss `first`."""
+    record = records.make(config(trial, training.data), trial.seed, training.rows, training.device)
+    return record if first is None else {**record, "initial_loss": first}
+
+
+def first_loss(training: Training) -> float | None:
+    """The held-out loss before the first step, of a user's task, whose loss may be on any scale."""
+    return evaluate(training.model, training.data)["test_loss"] if isinstance(training.data, UserTask) else None

@@ -1,5 +1,6 @@
 """A model, and inputs for it, from a user's file; an error in it is reported with its file and line."""
 
+import difflib
 import importlib.util
 import math
 import sys
@@ -17,25 +18,36 @@ from torch.utils._pytree import tree_leaves
 from .usage import UsageError
 
 T = TypeVar("T")
-FORM = "give FILE.py:FUNCTION, the function in the file that builds the model"
+FORM = "give FILE.py, or FILE.py:FUNCTION with the function that builds the model"
 MOST = 2**30  # numbers in an input
 
 
-def load(target: str) -> tuple[nn.Module, ModuleType]:
-    """The model that FILE.py:FUNCTION builds, and the file as a module."""
-    name, colon, function = target.rpartition(":")
-    path = Path(name)
-    if not (colon and function.isidentifier()):
-        raise UsageError(f"{target!r} has no function in it; {FORM}")
+def load(target: str) -> tuple[nn.Module, ModuleType, Path]:
+    """The model that FILE.py:FUNCTION builds (FUNCTION is `model` if left out), the file as a module, and its path."""
+    name, _, function = target.partition(":") if target.endswith(".py") else target.rpartition(":")
+    path, function = Path(name), function or "model"
+    if not (name and function.isidentifier()):
+        raise UsageError(f"{target!r} names no function in a Python file; {FORM}")
     module = imported(path)
     if not callable(getattr(module, function, None)):
-        names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise UsageError(f"{path} has no function {function!r}; it has: {', '.join(names) or 'none'}")
-    model = guarded(path, getattr(module, function))
+        raise UsageError(f"{path} has no function {function!r}{others(module, function)}")
+    return model_of(path, getattr(module, function), f"{path}:{function}"), module, path
+
+
+def others(module: ModuleType, wanted: str) -> str:
+    """The functions that a file has, the nearest name alone if there is one, in words behind an error."""
+    names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(names) or 'none'}"
+
+
+def model_of(path: Path, build: Callable[[], Any], target: str) -> nn.Module:
+    """The model that a user's function returns, if it can be trained."""
+    model = guarded(path, build)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} returned {type(model).__name__}; it should return a torch.nn.Module")
     _check(model, target)
-    return model, module
+    return model
 
 
 def _check(model: nn.Module, target: str) -> None:

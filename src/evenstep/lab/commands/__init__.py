@@ -6,6 +6,8 @@ A new command is a new file here and a row in COMMANDS.
 COMMANDS = {
     "demo": "run_demo",
     "reproduce": "run_reproduction",
+    "init": "run_init",
+    "tune": "run_tune",
     "sweep": "run_sweep",
     "train": "run_training",
     "report": "run_report",

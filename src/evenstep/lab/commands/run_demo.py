@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import usage
-from ..data import Arrays, Text
 from ..methods import METHODS
 from ..trial import Trial
+from ..user_task import Data
 from . import shared
 
 COMPARED = ("sg", "fan-in", "batch-norm", "whitening", "unitstep", "adam")
@@ -26,9 +26,7 @@ class Options:
     device: Annotated[str, "Where to train: cpu, cuda, mps, ..."] = "cpu"
 
 
-def main(
-    options: Options, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, arrays: Arrays | Text | None = None
-) -> int:
+def main(options: Options, stepsizes: Mapping[str, Sequence[float]] = STEPSIZES, arrays: Data | None = None) -> int:
     """Run the demo and report the finished runs, even if the user stops it; the exit code."""
     from .. import running, sweep
 

@@ -1,4 +1,4 @@
-"""`evenstep doctor`: what UnitStep would do to a model of your own."""
+"""`evenstep doctor`: what EvenStep would do to a model of your own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,9 @@ from .. import usage
 
 @dataclass(frozen=True)
 class Options:
-    """Say how UnitStep would treat each parameter of your model, and what it would cost in memory and time."""
+    """Say what EvenStep does with the parameters of your model, what to do about the rest, and what it costs."""
 
-    model: Annotated[str, "The function in your file that builds the model.", "FILE.py:FUNCTION"]
+    model: Annotated[str, "Your file with model(), or another function of it that builds it.", "FILE.py[:FUNCTION]"]
     input: Annotated[str | None, "Shape of a batch, such as 8x3x32x32, to time a step.", "SHAPE"] = None
     device: Annotated[str, "Where to time it: cpu, cuda, mps, ..."] = "cpu"
     seed: Annotated[int, "Seed of the model's weights and of the batch."] = 0
@@ -20,43 +20,55 @@ class Options:
 def main(options: Options) -> int:
     """Print the diagnosis; the exit code."""
     import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_map_only
-
-    import evenstep
 
     from .. import diagnosis, user_code
 
     device = usage.usable_device(options.device)
     torch.manual_seed(usage.in_range(options.seed, 0, 2**63 - 1, "--seed"))
-    model, module = user_code.load(options.model)
-    path = Path(options.model.rpartition(":")[0])
-    arguments = user_code.inputs(options.input, module, path)
+    model, module, path = user_code.load(options.model)
+    found = caller(options, module, path, device)
+    call, way_out = found or (None, "")
     user_code.guarded(path, lambda: model.to(device).train())
-    optimizer = user_code.guarded(path, lambda: evenstep.UnitStep(model))
-    coverage = optimizer.coverage()
-    optimizer.detach()
+    rows = user_code.guarded(path, lambda: diagnosis.coverage(model, None))  # what does not depend on a call, first
+    if call is not None:
+        rows = user_code.guarded(path, lambda: diagnosis.coverage(model, call), way_out)
+    total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"{coverage}\n\n{coverage.summary()}; {trained:,} parameters train\n")
-    print(f"{'State of the optimizer':<24}floats per parameter    MB in float32")
+    print(f"{rows}\n\nEvenStep on {options.model}: {total:,} parameters, {trained:,} parameters train")
+    for how, (count, layers) in diagnosis.shares(model, rows).items():
+        print(f"  {count / total:>6.1%} {how:<28} {layers}")
+    for sentence in diagnosis.advice(model, rows):
+        print(f"\n{sentence.replace('FILE', str(path))}")
+    print(f"\n{'State of the optimizer':<24}floats per parameter    MB in float32")
     for name, floats in diagnosis.state_floats(model).items():
         print(f"  {name:<22}{floats:>20.3f}{4 * floats * trained / 1e6:>17.3g}")
-    if arguments is None:
-        print("\nTime: give --input SHAPE, such as 8x3x32x32, or define inputs() in the file, to time a step.")
+    if call is None:
+        print("\nTime: define batches(train) or inputs() in the file, or give --input SHAPE, such as 8x3x32x32.")
         return 0
-
-    args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)
-
-    def call(network: nn.Module) -> Tensor:
-        return user_code.scalar(network(*args, **kwargs))
-
-    way_out = _way_out(options, args, path)
     times = user_code.guarded(path, lambda: diagnosis.measure(model, call, device), way_out)
-    print(
-        f"\nTime: {1e3 * times.unitstep:.2f} ms a step against {1e3 * times.sgd:.2f} ms of SGD with momentum, "
-        f"{times.unitstep / times.sgd:.2f} times (median of {times.rounds} of each, interleaved)."
-    )
+    print("\n" + "\n".join(diagnosis.timing(times)))
     return 0
+
+
+def caller(options: Options, module: Any, path: Path, device: Any) -> Any:
+    """A call of the model that ends in a loss, and advice if it fails; None if nothing says what the inputs are.
+
+    The inputs are those of `--input`, else the first batch of `batches(train)`, else what `inputs()` returns.
+    """
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    from .. import user_code, user_task
+
+    if options.input is None and callable(getattr(module, "batches", None)):
+        task = user_task.checked(path, module).to(device)
+        batch = next(task.one_pass(True, options.seed))
+        return lambda network: task.loss(network, batch), ""
+    arguments = user_code.inputs(options.input, module, path)
+    if arguments is None:
+        return None
+    args, kwargs = tree_map_only(Tensor, lambda value: value.to(device), arguments)
+    return lambda network: user_code.scalar(network(*args, **kwargs)), _way_out(options, args, path)
 
 
 def _way_out(options: Options, args: tuple[Any, ...], path: Path) -> str:

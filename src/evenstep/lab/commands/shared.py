@@ -4,17 +4,19 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch.nn import functional
 
-from .. import data, loader, usage
+from .. import data, loader, usage, user_code, user_task
 from ..experiments.common import failures_expected
 from ..loader import AUGMENTATIONS
-from ..methods import METHODS
+from ..method_names import find
 from ..models import MODELS
 from ..trial import Trial
+from ..user_task import Data
 
 CLASSES = 10  # outputs of the networks unless told otherwise
 UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError, MemoryError)
@@ -24,6 +26,7 @@ UNFIT = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, Arith
 class Setting:
     """Network, data and length of a training."""
 
+    file: Annotated[Path | None, "Your file with model() and batches(train); see evenstep init.", "FILE.py", "?"] = None
     model: Annotated[str, f"Network to train: {', '.join(MODELS)}."] = "paper_cnn"
     data: Annotated[str, "`fashion`, or a path: CIFAR-10, idx files, an image folder, a text."] = "fashion"
     epochs: Annotated[int, "Passes over the training set."] = 10
@@ -38,7 +41,7 @@ class Setting:
 def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
     """A trial in this setting; a UsageError if a name is unknown or a number is out of range."""
     return Trial(
-        method=usage.known_name(method, METHODS, "method"),
+        method=find(method).name,
         lr=lr,
         seed=usage.in_range(seed, 0, 2**63 - 1, "--seed"),
         epochs=usage.in_range(setting.epochs, 1, 100_000, "--epochs"),
@@ -49,6 +52,11 @@ def trial(setting: Setting, method: str, lr: float, seed: int) -> Trial:
         options=usage.pairs(setting.options, "--options"),
         model_options=usage.pairs(setting.model_options, "--model-options"),
     )
+
+
+def folder(setting: Any, command: str) -> Path:
+    """Where the command writes: `--out`, or a folder named after the user's file or the command."""
+    return setting.out or Path("runs") / (command if setting.file is None else setting.file.stem)
 
 
 def augmentation(names: Iterable[str]) -> Any:
@@ -63,8 +71,14 @@ def augmentation(names: Iterable[str]) -> Any:
     return "+".join(name for name in AUGMENTATIONS if name in chosen)
 
 
-def load(setting: Setting, *, images: bool = False) -> data.Arrays | data.Text:
+def load(setting: Setting, *, images: bool = False) -> Data:
     """The setting's data; a UsageError if its network cannot be trained on them, or if they are not `images`."""
+    if setting.file is not None:
+        for name in ("model", "data", "batch_size", "augment", "model_options"):
+            if getattr(setting, name) != getattr(Setting, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise usage.UsageError(f"{flag} is for the package's networks; {setting.file} has a model and batches")
+        return user_task.load(setting.file)
     arrays = data.load(setting.data)
     text = isinstance(arrays, data.Text)
     if text and images:
@@ -75,18 +89,22 @@ def load(setting: Setting, *, images: bool = False) -> data.Arrays | data.Text:
     return arrays
 
 
-def fitted(wanted: Trial, arrays: data.Arrays | data.Text) -> Trial:
-    """The trial with as many outputs as the data have classes."""
+def fitted(wanted: Trial, arrays: Data) -> Trial:
+    """The trial with as many outputs as the data have classes; or of a user's network and batches."""
+    if isinstance(arrays, user_task.UserTask):
+        return replace(wanted, model=arrays.name, batch_size=0)
     if isinstance(arrays, data.Text) or len(arrays.classes) == CLASSES or "classes" in wanted.model_options:
         return wanted
     return replace(wanted, model_options={**wanted.model_options, "classes": len(arrays.classes)})
 
 
-def try_out(example: Trial, arrays: data.Arrays | data.Text, device: torch.device | str = "cpu") -> None:
+def try_out(example: Trial, arrays: Data, device: torch.device | str = "cpu") -> None:
     """Build the trial's network and optimizer and take one step on two examples; a UsageError if an option is wrong."""
-    method, order = METHODS[example.method], torch.Generator().manual_seed(0)
+    if isinstance(arrays, user_task.UserTask):
+        return try_task(example, arrays, device)
+    method, order = find(example.method), torch.Generator().manual_seed(0)
     network = f"--model {example.model} with {example.model_options}", example.model_options
-    rule = f"method {example.method} with {example.options}", example.options
+    rule = f"method {method.label} with {example.options}", example.options
     with torch.random.fork_rng(devices=[]), failures_expected(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         with _blamed(*network):
@@ -105,6 +123,28 @@ def try_out(example: Trial, arrays: data.Arrays | data.Text, device: torch.devic
             functional.cross_entropy(output, y.flatten()).backward()
         with _blamed(*rule):
             optimizer.step()
+
+
+def try_task(example: Trial, task: user_task.UserTask, device: torch.device | str = "cpu") -> None:
+    """Train one step on the first batch of a user's file, and look at one that is held out; the first fault is told."""
+    method, task = find(example.method), task.to(device)
+    if method.batch_norm:
+        raise usage.UsageError(f"method {method.name} changes the network; put batch norm into model() of {task.path}")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(example.seed)
+        model = task.model().to(device).train()
+        with _blamed(f"method {method.label} with {example.options}", {"": None}):
+            optimizer = method.optimizer(model, lr=example.lr, **example.options)
+        loss = task.loss(model, next(task.one_pass(True, 0)))
+        if not torch.isfinite(loss):
+            raise usage.UsageError(f"{task.path}: the loss of the first batch is {loss.item()}, before any training")
+        user_code.guarded(task.path, loss.backward)
+        if all(p.grad is None for p in model.parameters()):
+            raise usage.UsageError(f"{task.path}: the loss does not depend on the parameters of the model it was given")
+        with _blamed(f"method {method.label} with {example.options}", {"": None}):
+            optimizer.step()
+        with torch.no_grad():
+            task.measured(model.eval(), next(task.one_pass(False, 0)))
 
 
 @contextmanager
