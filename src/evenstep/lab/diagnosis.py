@@ -137,5 +137,7 @@ def timing(times: Mapping[str, Sequence[float]]) -> list[str]:
             f"  The machine is noisy: half of SGD's own steps lie {(high - low) / middle:.0%} apart. Time it when idle."
         )
     elif quartiles(times["EvenStep"], base)[1] > 1.5:
-        lines.append("  EvenStep's update is long beside so short a pass; UnitStep's is cheaper, and larger batches hide it.")
+        lines.append(
+            "  EvenStep's update is long beside so short a pass; UnitStep's is cheaper, and larger batches hide it."
+        )
     return lines
