@@ -137,5 +137,6 @@ def timing(times: Mapping[str, Sequence[float]]) -> list[str]:
             f"  The machine is noisy: half of SGD's own steps lie {(high - low) / middle:.0%} apart. Time it when idle."
         )
     elif quartiles(times["EvenStep"], base)[1] > 1.5:
-        lines.append("  EvenStep's matrix products weigh here; UnitStep has none, and larger batches hide them.")
+        words = "UnitStep's is cheaper, and larger batches hide it."
+        lines.append(f"  EvenStep's update is long beside so short a pass; {words}")
     return lines
