@@ -137,7 +137,6 @@ def timing(times: Mapping[str, Sequence[float]]) -> list[str]:
             f"  The machine is noisy: half of SGD's own steps lie {(high - low) / middle:.0%} apart. Time it when idle."
         )
     elif quartiles(times["EvenStep"], base)[1] > 1.5:
-        lines.append(
-            "  EvenStep's update is long beside so short a pass; UnitStep's is cheaper, and larger batches hide it."
-        )
+        words = "UnitStep's is cheaper, and larger batches hide it."
+        lines.append(f"  EvenStep's update is long beside so short a pass; {words}")
     return lines
