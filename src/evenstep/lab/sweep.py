@@ -32,11 +32,10 @@ def sweep(
 ) -> list[Record]:
     """The records of all `trials`, in their order; missing ones are run and added to `out`, each as it ends.
 
-    On a GPU up to `at_once` trials train side by side, elsewhere one, and of networks of a
-    user's file, which may be large, one. A sweep that was stopped or killed goes on where
-    it was: only the trials that were running begin again. A failing trial stops no other; its exception is raised at
-    the end. `on_begin` is called before each trial and may raise to begin no further one. `warn` receives a line if the
-    file had to be repaired.
+    On a GPU up to `at_once` trials train side by side; elsewhere one, and also of a user's file, whose network may be
+    large. A sweep that was stopped or killed goes on where it was: only the trials that were running begin again. A
+    failing trial stops no other; its exception is raised at the end. `on_begin` is called before each trial and may
+    raise to begin no further one. `warn` receives a line if the file had to be repaired.
     """
     found = known(out, data, warn)
     missing = {key: t for t in trials if (key := dumps(config(t, data))) not in found}
