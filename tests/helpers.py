@@ -8,6 +8,7 @@ import importlib.util
 import io
 import itertools
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 
 from cases import BY_HAND, ONE_EACH, OPTIMIZERS, TORCH_RULES
 from evenstep.kernels import matrices
+from evenstep.lab import checkpoint
 from evenstep.math import polar
 from evenstep.math.moments import batch_moments, thinned
 from evenstep.model.layer_kind import Look
@@ -413,3 +415,17 @@ def assert_matrix_kernels_agree(device):
         matrices.scale_lines(x, even, by_row=by_row, out=out)
         polar.scale_lines(exact, even.double(), by_row=by_row, out=exact)
         assert_close(out.double(), exact, **close)
+
+
+@contextmanager
+def stopped_after_a_checkpoint(monkeypatch):
+    """Ctrl-C comes as soon as a training of the lab has written its first checkpoint."""
+    real = checkpoint.save
+
+    def save(*arguments):
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        yield

@@ -14,7 +14,7 @@ from data_files import write_images
 from evenstep.lab import checkpoint, data, experiments, records, reproduce, trial, usage
 from evenstep.lab.commands import COMMANDS, run_sweep, shared
 from evenstep.lab.trial import Trial
-from helpers import same, still, weights
+from helpers import same, still, stopped_after_a_checkpoint, weights
 from lab_helpers import call, printed, refused, small_arrays, start, without_seconds
 
 
@@ -198,14 +198,7 @@ def test_train_checkpoints_reports_and_is_not_repeated(tmp_path, few_images, cap
 
 
 def test_train_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, few_images, capsys, monkeypatch):
-    real = checkpoint.save
-
-    def save(*arguments):
-        real(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save)
+    with stopped_after_a_checkpoint(monkeypatch):
         assert "1 of 3 epochs are kept" in printed(capsys, "train", "--epochs", "3", "--out", tmp_path, code=130)
     assert call("train", "--epochs", "3", "--out", tmp_path) == 0
     assert len(records.read(tmp_path / "records.jsonl")[0]["metrics"]) == 3

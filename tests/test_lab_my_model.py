@@ -13,7 +13,7 @@ import evenstep
 from evenstep.lab import diagnosis, lr_search, method_names, records, report, trial, usage, user_task
 from evenstep.lab.commands import run_init, shared
 from evenstep.lab.trial import Trial
-from helpers import same
+from helpers import same, stopped_after_a_checkpoint
 from lab_helpers import call, printed, refused, without_seconds
 
 GOOD = """
@@ -164,19 +164,11 @@ def test_all_methods_see_the_same_batches_even_side_by_side(text, mine, monkeypa
 
 
 def test_a_training_is_resumed_bit_for_bit(no_report, mine, capsys, monkeypatch, tmp_path):
-    from evenstep.lab import checkpoint
 
     mine(GOOD.replace("nn.ReLU()", "nn.Dropout(0.5)"))
     words = ("train", "my.py", "--method", "AdamW", "--epochs", "3")
     assert call(*words, "--out", "whole") == 0
-    real = checkpoint.save
-
-    def save(*arguments):
-        real(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save)
+    with stopped_after_a_checkpoint(monkeypatch):
         assert call(*words, "--out", "parts") == 130
     assert call(*words, "--out", "parts") == 0
     whole, parts = (torch.load(tmp_path / f"{name}/checkpoint.pt") for name in ("whole", "parts"))

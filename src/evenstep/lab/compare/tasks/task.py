@@ -1,5 +1,6 @@
 """A task: a network, its batches, its schedule, and what is measured on held-out data."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ HELD_OUT = 0.1  # share of the training images that is the validation split
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(ABC):
     """A network and its training: `steps` with linear decay to zero (unless `constant`) after `warm_up` steps.
 
     `small` is a tiny network for --smoke, `normalized` the same network with batch norm. `seen` tells what of the task
@@ -68,9 +69,9 @@ class Task:
         """What the data depend on: tasks with equal sources share them."""
         return (type(self), self.validated)
 
+    @abstractmethod
     def load(self, folder: Path | None, device: torch.device) -> Splits:
         """The data on the device, made up if there is no folder."""
-        raise NotImplementedError
 
     def batches(self, part: Part, generator: torch.Generator) -> Batches:
         """Training batches without end."""
